@@ -7,9 +7,9 @@
         _DONE                   written last
         work/                   parts that only the stage itself needs, until it is done
 
-The identity is the hash of the stage's name, its config and its inputs' identities, so equal
-identities mean equal work. A folder without `_DONE` is unfinished: its files may be resumed by the
-stage that wrote them, and nothing else reads them.
+The identity is the hash of the stage's name, its config and its inputs' identities: equal
+identities mean equal work. A folder without `_DONE` is unfinished; only the stage that wrote it
+reads it, to resume.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from eyas.stores import open_store, storage_errors
 
 VERSION = "0.2.0"  # the only place: pyproject.toml and the API read it here
 MANIFEST, DONE, IDENTITY, CLAIM = "manifest.json", "_DONE", "_IDENTITY", "_CLAIM"
-BLOCK_BYTES = 16 << 20  # of a file, read at a time
+BLOCK_BYTES = 16 << 20  # read at a time
 WORK = "work"  # the folder of parts that are no part of the artifact
 
 
@@ -44,7 +44,7 @@ class File(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What an artifact is: enough to verify every byte and to walk back to every source."""
+    """What an artifact is: enough to verify every byte and to find every source."""
 
     stage: str
     identity: str
@@ -117,9 +117,7 @@ class Artifact:
 
     def manifest(self, stage: str | None = None) -> Manifest:
         """The manifest of a finished artifact, checked against its done marker and, if given, its
-        stage.
-
-        Raises MissingInputError (absent or unfinished), CorruptError (marker and manifest
+        stage. Raises MissingInputError (absent or unfinished), CorruptError (marker and manifest
         disagree), InputError (stage).
         """
         if self._manifest is None:
@@ -128,13 +126,13 @@ class Artifact:
                 raise MissingInputError(
                     f"the artifact {self.url} {what}", "run the stage that makes it first (again)"
                 )
-            told = self._bytes(DONE).decode(errors="replace").strip()
+            digest = self._bytes(DONE).decode(errors="replace").strip()
             text = self._bytes(MANIFEST) if self.exists(MANIFEST) else b""
             try:
                 made = Manifest.model_validate_json(text)
             except ValidationError:
                 made = None
-            if made is None or hashlib.sha256(text).hexdigest() != told:
+            if made is None or hashlib.sha256(text).hexdigest() != digest:
                 raise CorruptError(
                     f"{self.url}/{MANIFEST} does not match its done marker",
                     "restore it from a copy; without one, delete the folder and run the stage",
@@ -152,9 +150,7 @@ class Artifact:
         return self._path(name) if self._local else None
 
     def room(self) -> int | None:
-        """Bytes free where it is to be, whether its folder is there yet or not; None for an object
-        store.
-        """
+        """Bytes free where it is, or is to be; None for an object store."""
         if not self._local:
             return None
         place = Path(self._root).resolve()
@@ -180,18 +176,15 @@ class Artifact:
         return sorted(name for name in names if ".partial-" not in name and name != CLAIM)
 
     def all_names(self) -> list[str]:
-        """Names of the files in the folder and below it ("a/b"), sorted; half-written ones
-        excluded.
-        """
+        """As `names`, with those below the folder ("a/b")."""
         self._fs.invalidate_cache()
         names = (str(path)[len(self._root) :].lstrip("/") for path in self._fs.find(self._root))
         return sorted(name for name in names if ".partial-" not in name and name != CLAIM)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file; of a finished artifact, checked against its manifest, and read once
-        more where they do not match: a line may have failed and not the disk.
-
-        Raises MissingInputError, CorruptError.
+        """The bytes of a file; of a finished artifact, checked against its manifest and, where they
+        differ, read once more, since the line may have failed and not the disk. Raises
+        MissingInputError, CorruptError.
         """
         known = self.manifest().files.get(name) if self.is_done() else None
         for _ in range(2):
@@ -254,9 +247,8 @@ class Artifact:
     # Writing
 
     def is_done_for(self, identity: str) -> bool:
-        """Whether the work of this identity is done here, asked before anything is loaded for it.
-
-        Claims nothing. Raises InputError when the folder holds another identity.
+        """Whether the work of this identity is done here; claims nothing. Raises InputError when
+        the folder holds another identity.
         """
         self.was_done = self.is_done()
         if not (self.was_done or self.exists(IDENTITY)):
@@ -280,11 +272,9 @@ class Artifact:
             yield self.begin(identity)  # asked again: another process may have done it
 
     def begin(self, identity: str) -> bool:
-        """Claim the folder for this identity. False when that work is done already; True when there
-        is work to do.
-
-        Parts of an interrupted run of the same identity stay, to be resumed. Raises InputError when
-        the folder holds another identity: nothing is overwritten.
+        """Claim the folder for this identity: whether there is work to do. Parts of an interrupted
+        run of the same identity stay, to be resumed. Raises InputError when the folder holds
+        another identity: nothing is overwritten.
         """
         if self.is_done_for(identity):
             self.delete_work()
@@ -298,10 +288,9 @@ class Artifact:
 
     @contextmanager
     def held_alone(self) -> Iterator[None]:
-        """Hold the folder: two processes would do the same work twice, into the same files.
-
-        The system releases it when the process ends, however it ends. An object store has no
-        locks: nothing is held there. Raises InputError.
+        """Hold the folder, so that no second process does the same work. Released when the process
+        ends, however it ends. An object store has no locks, and nothing is held there. Raises
+        InputError.
         """
         path = self.local_path(CLAIM)
         if path is None:
@@ -360,11 +349,10 @@ class Artifact:
             self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
     def written(self, name: str) -> File:
-        """What this object wrote under a name."""
         return self._written[name]
 
     def remember(self, name: str, file: File) -> None:
-        """Take it that a file is this: `finish` need not read it again."""
+        """State what a file is, so that `finish` need not read it again."""
         self._written[name] = file
 
     def write_json(self, name: str, value: Any) -> None:
@@ -393,8 +381,8 @@ class Artifact:
             self._fs.rm(self._path(folder), recursive=True)
 
     def free(self) -> None:
-        """Unless the work is done, delete its claim and `work/`, for other work to take the folder:
-        after an error that a resumed run of the same identity meets again.
+        """Unless the work is done, delete its claim and `work/`, so that other work can take the
+        folder: for errors that a resumed run would meet again.
         """
         if not self.is_done():
             self.delete_work()
@@ -408,8 +396,8 @@ class Artifact:
         counts: Mapping[str, int],
         facts: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Write manifest, then done marker, then delete `work/`. Files of an earlier, resumed
-        process are checksummed here.
+        """Write the manifest, then the done marker, then delete `work/`. Files of an earlier,
+        resumed process are checksummed here.
         """
         names = {*self._written, *self.all_names()} - {IDENTITY, MANIFEST, DONE}
         manifest = Manifest(
@@ -443,7 +431,7 @@ class Artifact:
 
 
 def is_another_process(process: str) -> bool:
-    """Whether a number is the id of another process that runs on this machine."""
+    """Whether this is the id of another process that runs on this machine."""
     if not process.isdigit() or int(process) == os.getpid():
         return False
     try:
@@ -457,10 +445,8 @@ def is_another_process(process: str) -> bool:
 
 class Parts:
     """Lines written into numbered files of `rows_per_part` each; a file appears whole, when it is
-    full or at `close`.
-
-    Holds one part in memory. The same lines make the same files, so a run that was cut writes them
-    again.
+    full or at `close`. One part is in memory. The same lines make the same files, so a run that was
+    cut writes them again.
     """
 
     def __init__(self, artifact: Artifact, stem: str, rows_per_part: int) -> None:

@@ -1,7 +1,7 @@
-"""What a head's card promises: tau by size of drafts and temperature, as `eyas eval` measured it.
+"""What a head's card promises: tau by size of drafts and temperature, measured by `eyas eval`.
 
-Held against traffic by `eyas watch`, and by Prometheus: a server exports the figures of its own
-head's card as series, `eyas export` writes them as rules for servers of other engines.
+`eyas watch` and Prometheus compare it with traffic: a server exports the figures of its head's card
+as series, `eyas export` writes them as rules for other engines' servers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CardTau:
 
     @property
     def size(self) -> tuple[int, int, int] | None:
-        """Draft steps, branches, tokens that the target judges (the root counted); None of auto."""
+        """Draft steps, branches, tokens that the target judges (root included); None for auto."""
         found = _FIXED.fullmatch(self.speculation)
         return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
@@ -70,10 +70,9 @@ class CardTau:
 
 
 def read_card(place: str) -> list[CardTau]:
-    """The figures of a head's card: eval.json, or a folder or URL that has one: the output of
-    `eyas eval`, or of `eyas export` with an evaluation.
-
-    Raises MissingInputError, CorruptError, InputError for a card without a tau and its interval.
+    """The figures of a head's card: eval.json, or a folder or URL with one, the output of `eyas
+    eval`, or of `eyas export` with an evaluation. Raises MissingInputError, CorruptError,
+    InputError for a card without a tau and its interval.
     """
     output = Artifact(place.removesuffix(EVAL).rstrip("/") or ".")
     if not output.exists(EVAL):
@@ -96,31 +95,23 @@ def read_card(place: str) -> list[CardTau]:
 
 
 def figures_of(result: Mapping[str, Any]) -> list[CardTau]:
-    """Those of an eval.json. Trees first, as they were served; a chain on features has no
-    `speculation`. What was drawn at several temperatures is a promise of none.
+    """Of an eval.json. Trees first, as they were served; a chain on features has no `speculation`.
+    Answers drawn at several temperatures promise nothing.
     """
     found = [(one, one["temperature"]) for one in result.get("trees", [])]
     if "tau_by_num_draft_steps" in result:
         found.append((result, result.get("answers_temperature", 0.0)))
-    return [
-        _card_tau(one, temperature)
-        for one, temperature in found
-        if one["tau_interval"] and one["rounds"] and temperature is not None
-    ]
-
-
-def _card_tau(one: Mapping[str, Any], temperature: float) -> CardTau:
-    steps = one["num_draft_steps"]
-    is_tree = "tau_by_num_draft_steps" not in one
-    return CardTau(
-        one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})",
-        temperature,
-        one["tau"],
-        (one["tau_interval"][0], one["tau_interval"][1]),
-        one["answers"],
-        one["rounds"],
-        tuple(one["acceptance_by_position"]),
-    )
+    figures = []
+    for one, temperature in found:
+        if not one["tau_interval"] or not one["rounds"] or temperature is None:
+            continue
+        steps, (low, high) = one["num_draft_steps"], one["tau_interval"]
+        is_tree = "tau_by_num_draft_steps" not in one
+        size = one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})"
+        shares = tuple(one["acceptance_by_position"])
+        counts = one["answers"], one["rounds"]
+        figures.append(CardTau(size, temperature, one["tau"], (low, high), *counts, shares))
+    return figures
 
 
 def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardTau]:
@@ -136,8 +127,8 @@ def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardT
 
 
 def of_size(figures: Sequence[CardTau], speculation: str) -> list[CardTau]:
-    """The figures for drafts as `eyas serve` takes their size, one for each temperature; of a
-    chain a longer one's, cut.
+    """The figures for drafts of this size (as `eyas serve` takes it), one for each temperature; for
+    a chain also a longer one's, cut.
     """
     found = {one.temperature: one for one in figures if one.speculation == speculation}
     wanted = _FIXED.fullmatch(speculation)

@@ -1,5 +1,5 @@
-"""The client of OpenAI-compatible servers: what they list, pages, and streamed answers with arrival
-times. It is left to the caller when to ask again.
+"""The client of OpenAI-compatible servers: their models, pages, and streamed answers with arrival
+times. Callers decide when to ask again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_BODY = 32 << 20  # bytes of a whole answer
 # busy: come again later. lost: no connection, or it broke. broken: no answer in OpenAI's form.
 # refused: this request, for good. unfit: any request, for good (a key or model is missing, ...).
 FailureKind = Literal["busy", "lost", "broken", "refused", "unfit"]
-# A server may close an idle connection just when it is taken: then nothing was asked, and the
-# request is sent again. Whether that reads as an end or as a reset is up to the kernel.
+# A server may close an idle connection just when it is used: then the request is sent again. The
+# kernel decides how that reads.
 STALE = ("RemoteProtocolError", "ReadError", "WriteError")
 StreamPiece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
 
@@ -39,8 +39,8 @@ class RequestFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """A streamed answer as it came: when it was sent for (perf_counter, seconds), its pieces, and
-    what went wrong.
+    """A streamed answer: when it was asked for (perf_counter, seconds), its pieces,
+    and its error.
     """
 
     sent: float
@@ -72,9 +72,8 @@ def server_url(url: str) -> str:
 
 
 def api_key() -> str | None:
-    """The key in EYAS_API_KEY. Raises ConfigError for one that no header can carry.
-
-    In the environment alone: settings and command lines end up in manifests and reports.
+    """The key in EYAS_API_KEY, and only there: settings and command lines end up in manifests and
+    reports. Raises ConfigError for one that no header can carry.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -89,8 +88,8 @@ class Client:
     """A connection pool to one server; an async context. Methods raise RequestFailure."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """timeout_s: for a whole answer, or between two pieces of a streamed one; comments that
-        keep its connection alive are none. Raises ConfigError for the address or the key.
+        """timeout_s: for a whole answer, or between two pieces of a streamed one, comments not
+        counted. Raises ConfigError for the address or the key.
         """
         self.url, self._timeout_s = server_url(url), timeout_s
         headers = {"accept-encoding": "identity"}
@@ -111,11 +110,10 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def cards(self) -> list[dict[str, Any]]:
-        """The cards of the models that the server lists, one at least; `id` is a model's name."""
+        """The cards of the models that the server lists, at least one; `id` is a model's name."""
         content = await self.request("/v1/models")
         try:
             cards = [{**card, "id": str(card["id"])} for card in json.loads(content)["data"]]
@@ -134,7 +132,7 @@ class Client:
         return content.decode(errors="replace")
 
     async def num_tokens(self, model: str, text: str) -> int | None:
-        """Tokens of a text by the server's /tokenize (the form of vLLM and SGLang, or that of
+        """Tokens of a text by the server's /tokenize (the form of vLLM and SGLang, or of
         llama.cpp); None without one.
         """
         of_vllm = {"model": model, "prompt": text, "add_special_tokens": False}
@@ -149,10 +147,8 @@ class Client:
 
     async def stream(self, body: dict[str, Any]) -> StreamRecord:
         """A streamed answer of a chat, of MAX_BODY bytes at most. A failure is part of the record:
-        nothing is raised.
-
-        Pieces are stored and not read, so that the client takes as little as possible from a server
-        on the same machine.
+        nothing is raised. Pieces are stored unread, to take little from a server on the same
+        machine.
         """
         record = await self._streamed(body)
         is_stale = record.error.startswith(STALE) and not record.pieces
@@ -212,8 +208,8 @@ class Client:
 
 
 def unbroken(value: Any) -> Any:
-    """A JSON value with text that UTF-8 can hold: halves of a surrogate pair that meet are one
-    character, a lone half is U+FFFD. Raises RecursionError.
+    """A JSON value with text that UTF-8 can hold: surrogate halves that meet are one character, a
+    lone half is U+FFFD. Raises RecursionError.
     """
     content = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
     return json.loads(content.decode("utf-16-le", "replace"))
@@ -230,8 +226,8 @@ def error_message(content: bytes) -> str:
 
 
 def status_failure(status: int, content: bytes, retry_after: str | None) -> RequestFailure:
-    """What a status other than 200 means. Of its text only a code is shown: a message may quote the
-    prompt. retry_after: the header, of which seconds are read.
+    """What a status other than 200 means. Of its text only a code is shown, since a message may
+    quote the prompt. retry_after: the header, of which seconds are read.
     """
     wait_s = float(retry_after) if retry_after and retry_after.strip().isdigit() else None
     what = f"answers HTTP {status}{_error_code(content)}"

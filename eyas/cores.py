@@ -1,4 +1,4 @@
-"""What this process may use of the machine. Cores: what the scheduler lets it run on, within the
+"""What this process may use of the machine. Cores: those the scheduler lets it run on, within the
 quota of its container; more threads than these wait for each other. Memory: what is free, within
 its limits.
 """
@@ -6,6 +6,7 @@ its limits.
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,19 +17,16 @@ ROOT = Path("/")
 
 
 def cores(root: Path = ROOT) -> int:
-    """Physical cores, for two threads of one core share what computes; 1 at least. root: of the
-    files of Linux; elsewhere all that there are.
+    """Physical cores, as two threads of one core share its units; at least 1. root: of Linux'
+    files; elsewhere all cores.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
-    physical = len({_siblings(root, one) for one in allowed})
+    topology = root / "sys/devices/system/cpu"
+    siblings = {one: topology / f"cpu{one}/topology/thread_siblings_list" for one in allowed}
+    physical = len({_text(path) or str(one) for one, path in siblings.items()})
     return max(1, min(physical, *(int(quota) for quota in _quotas(root)), len(allowed)))
-
-
-def _siblings(root: Path, cpu: int) -> str:
-    folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    return _text(folder / "thread_siblings_list") or str(cpu)
 
 
 def _quotas(root: Path) -> Iterator[float]:
@@ -40,6 +38,12 @@ def _quotas(root: Path) -> Iterator[float]:
             limit = int(quota) / int(period)
             if limit > 0:  # version 1 has -1 for none
                 yield limit
+
+
+def processor() -> str:
+    """The processor's name; "" where the system does not say it."""
+    named = re.search(r"^model name\s*:\s*(.*\S)", _text(ROOT / "proc/cpuinfo"), re.MULTILINE)
+    return named[1] if named else platform.processor()
 
 
 def free_memory(root: Path = ROOT) -> int | None:
@@ -61,15 +65,15 @@ def _rooms(root: Path) -> Iterator[int]:
         with suppress(ValueError):  # "max", or no such file
             limit, used = (int(_text(folder / f"memory.{name}")) for name in names)
             total = "total_" if is_old else ""  # with the groups below
-            # of files that were read: given back when memory is short
+            # the cache of read files, which is given back when memory is short
             files = rf"^{total}(?:in)?active_file (\d+)"
             given_back = re.findall(files, _text(folder / "memory.stat"), re.MULTILINE)
             yield limit - used + sum(map(int, given_back))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folders of the control groups that this process is in, of every group up to the one that
-    is mounted; whether they are of version 1.
+    """The folders of the control groups of this process, from its own up to the mounted one;
+    whether they are of version 1.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

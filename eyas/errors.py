@@ -53,7 +53,7 @@ class TemplateError(InputError):
     pass
 
 
-# of a base model, which continues plain text
+# for a base model, which continues plain text
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 
 

@@ -1,10 +1,10 @@
-"""Where work runs: one function over many jobs, in this process, in several, or on Ray, with the
+"""Where work runs: one function over many jobs, in this process, in several, or on Ray, with
 results in the order of the jobs.
 
 Jobs and results can be pickled; a fixed number is in flight, so memory does not grow with them. A
 worker that ends amid its work is replaced and its jobs are done again, MOST_LOSSES times each. The
-stage records what is finished, so a run that was killed on Ray can be finished by local processes,
-and the other way round.
+stage records what is finished, so a run killed on Ray can be finished by local processes, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Place = Literal["local", "ray"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by CUDA when it is first used
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
-MOST_LOSSES = 2  # of workers amid one job: it may be the job that they die of
+MOST_LOSSES = 2  # workers lost amid one job: the job may be the cause
 # A cluster loses machines: workers are spread over all, and started anew as often as they end.
 RAY_WORKER = {
     "num_cpus": 1,
@@ -80,7 +80,7 @@ class Worker:
 def _in_order(
     handles: Iterable[Any], wait: Callable[[Any], Any], most: int, faults: tuple[Any, ...]
 ) -> Generator[Any]:
-    """The results of jobs in order, at most so many in flight. handles: taking one begins its job;
+    """The results of jobs in order, at most `most` in flight. handles: taking one begins its job;
     faults: what `wait` raises where a worker ends.
     """
     running: deque[Any] = deque()
@@ -135,7 +135,6 @@ class LocalExecutor:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """As Executor.map."""
         waiting = iter(jobs)
         first = list(itertools.islice(waiting, 2))
         every = itertools.chain(first, waiting)
@@ -183,7 +182,7 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def _begin(task: WorkerTask, numbers: SimpleQueue[int]) -> None:
-    """Start of a worker process, which ends with its parent and sees one GPU of the parent's."""
+    """Start of a worker process, which ends with its parent and sees one of the parent's GPUs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     number = numbers.get()
     if os.environ.get(VISIBLE) != "":  # hidden on purpose
@@ -205,8 +204,8 @@ def _end_with_parent() -> None:
 
 
 class RayExecutor:
-    """Actors of the cluster at RAY_ADDRESS, or of a local one that runs while this is open; what a
-    dead one had in work is done again.
+    """Actors of the cluster at RAY_ADDRESS, or of a local one while this is open; the work of a
+    dead one is done again.
     """
 
     def __init__(self, task: WorkerTask, workers: int) -> None:
@@ -248,7 +247,6 @@ class RayExecutor:
             self._ray.shutdown()
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """As Executor.map."""
         actors = itertools.cycle(self._actors)
         begun = (actor.perform.remote(job) for job, actor in zip(jobs, actors, strict=False))
         ended = (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError)

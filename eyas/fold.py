@@ -1,7 +1,7 @@
 """A text as a reader sees it: one spelling for what looks alike, with the way back to the original.
 
-A number in full-width or Devanagari digits, a word with a zero-width space in it or with Cyrillic
-letters among Latin ones reads like the plain one, and no pattern matches it.
+A number in full-width or Devanagari digits, a word with a zero-width space or with Cyrillic letters
+among Latin ones reads like the plain one, and no pattern would match it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ LATIN = re.compile("[A-Za-z]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoldedText:
-    """A folded text. Character i stands for [starts[i], ends[i]) of the original; both grow with i,
-    and what lies between two characters is not seen.
+    """A folded text. Character i stands for [starts[i], ends[i]) of the original; both grow with i;
+    text between two characters is invisible.
     """
 
     text: str
@@ -82,8 +82,8 @@ class FoldedText:
 
 def fold(text: str) -> FoldedText:
     """One spelling for texts that look alike: NFKC, ASCII digits, spaces, hyphens and quotes,
-    nothing invisible, and Latin letters for their likes in words that have Latin ones too. Case
-    stays. Folding again changes nothing.
+    nothing invisible, and Latin letters for lookalikes in words with Latin letters. Case stays.
+    Idempotent.
     """
     if text.isascii():
         return FoldedText(text, range(len(text)), range(1, len(text) + 1))

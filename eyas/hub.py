@@ -1,4 +1,4 @@
-"""Names of models: from whatever names a target or a head to a folder on this machine.
+"""Names of models: from any name of a target or a head to a folder on this machine.
 
     builtin, smollm2    a model in a package (PACKAGED)
     OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded
@@ -43,7 +43,7 @@ from eyas.gguf.file import part_names
 from eyas.gguf.folder import is_gguf, target_folder
 from eyas.stores import storage_errors
 
-# Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
+# A model that comes with a package is one more line here.
 PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
     BUILTIN: {"target": builtin.target_folder, "head": builtin.head_folder},
     SMOLLM2: {"target": builtin.smollm2_file, "head": builtin.smollm2_head_folder},
@@ -53,7 +53,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILE = re.compile(rf"({HUB_ID.pattern})/([\w.-]+\.gguf)")
 SHARDS, NUMBERED = "model.safetensors.index.json", re.compile(r"\.\d+\.")
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
-# What belongs to a model, directly in its folder: all else (checkpoints, other formats) stays.
+# files of a model, directly in its folder
 FILES = [
     *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "pytorch_model*.bin"),
     "README.md",
@@ -69,8 +69,8 @@ VERSIONS, LOCK = ".versions", ".lock"
 
 
 def resolve_target(name: str, without_layers: bool = False) -> str:
-    """The folder of a target. without_layers: of a hub model's shards those are enough that hold
-    embeddings and lm_head. Raises MissingInputError, CorruptError.
+    """The folder of a target. without_layers: of a hub model's shards only those with embeddings
+    and lm_head. Raises MissingInputError, CorruptError.
     """
     what = "a folder or URL with config.json, *.safetensors and a tokenizer, a GGUF file"
     return _folder(locate(name, "target", without_layers), "target", what)
@@ -84,7 +84,6 @@ def resolve_head(name: str) -> str:
 
 def locate(name: str, role: str = "head", without_layers: bool = False) -> str:
     """The folder, file or URL that a name of a target or head (role) stands for; no URL is opened.
-
     Raises MissingInputError for a packaged or hub model that cannot be had.
     """
     if name in PACKAGED:
@@ -112,8 +111,8 @@ def _folder(place: str, role: str, what: str) -> str:
 
 
 def only_model(place: str, files: Sequence[str]) -> str:
-    """Of GGUF files in one place the model's. Raises MissingInputError, with a list, where several
-    can be meant.
+    """Of GGUF files in one place the model's. Raises MissingInputError, with a list,
+    for several.
     """
     models = [name for name in files if not BESIDE_A_MODEL.search(name) or len(files) == 1]
     if len(models) != 1:
@@ -205,16 +204,16 @@ def hub_file(repository: str, file: str) -> str:
 
 
 def faults() -> tuple[type[Exception], ...]:
-    """The hub client's own errors, and those of its HTTP client, which differ between its
-    versions; that client is loaded where it is used only.
+    """The errors of the hub client and of its HTTP client, which differ between versions and are
+    only loaded when used.
     """
     errors = importlib.import_module("huggingface_hub.errors")
     return (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
 
 
 def _shards(index: Path, without_layers: bool) -> set[str]:
-    """The files that an index names; without those of numbered layers alone. None of a damaged
-    one: what is wrong with it is said where it is loaded.
+    """The files that an index names; optionally without those of numbered layers alone. None for a
+    damaged index, which is reported on loading.
     """
     try:
         shard_of = json.loads(index.read_bytes())["weight_map"].items()
@@ -224,7 +223,7 @@ def _shards(index: Path, without_layers: bool) -> set[str]:
 
 
 def _is_complete(folder: Path, without_layers: bool) -> bool:
-    """Whether config and weights are all there: another tool may have cached some files only. Of
+    """Whether config and weights are all there, since other tools may cache some files only; of
     GGUF files, where no other weights are, any.
     """
     if any((folder / name).exists() for name in CONFIGS):
@@ -243,9 +242,9 @@ def _is_complete(folder: Path, without_layers: bool) -> bool:
 def fetch(url: str, folder: Path | None = None) -> Path:
     """Copy a model's files from a store into a folder of this machine, by default one in the cache.
 
-    Files that are there already are kept where the manifest's checksum (of an artifact) or the
-    store's version of the object says that they are right; a download that was cut is resumed; what
-    the store no longer has is deleted. A folder on this machine's disk is returned itself.
+    Files are kept where the manifest's checksum (of an artifact) or the store's version of the
+    object confirms them; a download that was cut is resumed; files that the store no longer has are
+    deleted. A folder on this machine's disk is returned itself.
 
     Raises MissingInputError (no files, an unfinished artifact), CorruptError (not what the manifest
     says), InputError (no client for the store), EyasError (a store that does not answer),
@@ -293,7 +292,7 @@ def _fetch_file(source: Artifact, name: str, folder: Path, known: File | None) -
         return
     partial = folder / f"{name}.partial-{current}"
     for other in folder.glob(f"{glob.escape(name)}.partial-*"):
-        if other != partial:  # of a version that the store no longer has
+        if other != partial:  # for a version that the store no longer has
             other.unlink()
     with open(partial, "ab") as stream:
         for start in range(stream.tell(), size, BLOCK_BYTES):

@@ -2,7 +2,7 @@
 
 A manifest holds the manifests of its inputs, so the walk needs the artifact alone. A source is an
 input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config
-the licence and who wrote it. The ledger of the stage that read it says what became of its rows.
+the licence and the authors. The ledger of the stage that read it counts its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eyas.errors import CorruptError, MissingInputError
 from eyas.hub import PACKAGED, locate, resolve_head
 
 SOURCE = "source"
-DIGITS = 16  # of an identity that people read
+DIGITS = 16  # of an identity, for people
 HEAD_FILES = (".json", ".safetensors", ".bin")
 
 
@@ -25,9 +25,9 @@ HEAD_FILES = (".json", ".safetensors", ".bin")
 class Source:
     """One set of raw rows. dropped: rows by reason; without a ledger all counts are zero.
 
-    verdict: `Verdict.to_json` of the licence gate; empty where no gate was asked. personal: the
-    policy for its personal data; None where no stage looked for any. fictional: its people are
-    stated to be invented. log: of a log, its `LogConfig`. masked: values replaced, by type.
+    verdict: `Verdict.to_json` of the licence gate; empty without a gate. personal: the policy for
+    personal data; None where no stage looked for any. fictional: its people are stated to be
+    invented. log: of a log, its `LogConfig`. masked: values replaced, by type.
     """
 
     name: str
@@ -68,9 +68,8 @@ class Source:
 
 
 def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
-    """The manifest of a head by any name (see eyas.hub), its files checked; of a head that eyas did
-    not train a source's, with this config and the SHA-256 over names and checksums of its files.
-
+    """The manifest of a head by any name (see eyas.hub), its files checked. Of a head that eyas did
+    not train: a source's, with this config and the SHA-256 over names and checksums of its files.
     Raises MissingInputError, and CorruptError for files that are not what the manifest says.
     """
     place = locate(name)
@@ -104,8 +103,8 @@ def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
 
 
 def target_of(head: str) -> str:
-    """The name of the target that a head was trained for, as the stages before it were given it.
-    Raises MissingInputError where nothing says it, and what `head_manifest` raises.
+    """The name of the target that a head was trained for, as its stages were given it. Raises
+    MissingInputError where nothing says it, and what `head_manifest` raises.
     """
     if head in PACKAGED:
         return head

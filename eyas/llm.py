@@ -1,10 +1,10 @@
-"""A model in this process, for programs in Python: what `eyas serve` does, without HTTP.
+"""A model in this process, for programs in Python: `eyas serve` without HTTP.
 
     llm.chat ── a request's fields, as a client sends them ──▶ Translator ──▶ EngineWorker
        ◀── Completion, or Chunks ◀── CompletionWriter ◀── updates ─────────────────────┘
 
-Loading, translation, engine and text are the server's own, and so are the answers. A thread of its
-own holds the event loop that the worker reports to; any thread may ask.
+Loading, translation, engine and text are the server's own, and so are the answers. A thread holds
+the event loop that the worker reports to; any thread may ask.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one round added to an answer that is streamed; the chunks' texts and tokens, joined, are
-    the answer's. tool_calls: a call begins with its id and name, later pieces add to its arguments.
+    """What one round added to a streamed answer; the chunks' texts and tokens, joined, are the
+    answer's. tool_calls: a call begins with its id and name, later pieces add to its arguments.
     finish_reason: None before the last. num_accepted_drafts: None where the head did not draft.
     """
 
@@ -276,9 +276,12 @@ class LLM:
         Raises InputError for a prompt that does not fit and for options that do not exist or
         contradict each other, before any prompt is answered; EyasError when the engine fails.
         """
-        is_one = isinstance(messages, str) or _is_conversation(messages)
-        asked = [messages] if is_one else messages
-        bodies = [{"messages": _messages(one), **options} for one in asked]
+        is_one = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
+        turns = [
+            [{"role": "user", "content": one}] if isinstance(one, str) else one
+            for one in ([messages] if is_one else messages)
+        ]
+        bodies = [{"messages": one, **options} for one in turns]
         return self._ask(ChatRequest, bodies, is_one, stream, progress)
 
     @overload
@@ -397,10 +400,6 @@ class LLM:
             raise
 
 
-def _is_conversation(prompts: Sequence[Any]) -> bool:
-    return bool(prompts) and isinstance(prompts[0], Mapping)
-
-
 def _with_texts(
     logprobs: list[TokenLogprob] | None, tokenizer: Tokenizer
 ) -> list[TokenLogprob] | None:
@@ -408,10 +407,6 @@ def _with_texts(
         return None
     pieces = (tokenizer.piece(one.token_id).decode(errors="replace") for one in logprobs)
     return [replace(one, text=text) for one, text in zip(logprobs, pieces, strict=True)]
-
-
-def _messages(prompt: Any) -> Any:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 # On the event loop. What runs there holds no LLM, whose end would wait for it.

@@ -39,10 +39,9 @@ def quiet(done: int, total: int | None = None, note: str = "") -> None:
 
 @contextmanager
 def progress_bar(stage: str) -> Iterator[Track]:
-    """The progress of one stage on stderr; `track(done, total, note)` moves it.
-
-    On a terminal a bar, which appears with the first progress. Elsewhere (a log, CI) a line every
-    LINE_EVERY_S seconds with the rate and the time left, also while nothing moves.
+    """The progress of one stage on stderr; `track(done, total, note)` moves it. On a terminal a
+    bar, from the first progress on. Elsewhere (a log, CI) a line every LINE_EVERY_S seconds with
+    the rate and the time left, also while nothing moves.
     """
     with _terminal_bar(stage) if console.is_terminal else _lines(stage) as track:
         yield track
@@ -92,13 +91,13 @@ def _lines(stage: str) -> Iterator[Track]:
 class _StageProgress:
     def __init__(self) -> None:
         self._began = time.monotonic()
-        # of this process: a resumed stage begins late
+        # time and count at the first progress: a resumed stage begins late
         self._first: tuple[float, int] | None = None
         self._done, self._note = 0, ""
         self._total: int | None = None
 
     def track(self, done: int, total: int | None = None, note: str = "") -> None:
-        """A Track. Less done than before begins another part of the stage, and its rate."""
+        """A Track. A smaller `done` begins another part of the stage, and its rate."""
         if self._first is None or done < self._done:
             self._first = (time.monotonic(), done)
         self._done, self._total, self._note = done, total or self._total, note

@@ -47,16 +47,16 @@ class Prompt(_Row):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer(_Row):
     """One assistant turn written by the target, as tokens: `prompt_ids` is what it saw,
-    `answer_ids` what it wrote, its end token included where it ended its turn. The loss mask covers
-    `answer_ids`; the first of them is never judged, for a head drafts from the second on.
-    `messages` is the same for people, the answer as the last.
+    `answer_ids` what it wrote, with its end token where it ended its turn. The loss mask covers
+    `answer_ids`; the first is never judged, since a head drafts from the second on. `messages` is
+    the same as text, the answer last.
 
     key: of the work: equal prompt, number of the conversation with it, target and sampling.
     finish_reason: "stop" (the target ended its turn) or "length" (cut at max_tokens). temperature
-    to seed are how it was sampled; top_p 1 and top_k 0 keep the whole vocabulary. marked: what is
+    to seed: how it was sampled; top_p 1 and top_k 0 keep the whole vocabulary. marked: what is
     special about the answer ("truncated", "empty", "refused", "looping"), or None. An answer with
-    personal data that was not in its prompt is never written. Nothing here depends on when, where
-    or in which order rows were answered: that is `Origin`.
+    personal data that its prompt does not have is never written. Nothing here depends on when,
+    where or in which order rows were answered: that is `Origin`.
     """
 
     key: str
@@ -78,11 +78,9 @@ class Answer(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin(_Row):
-    """How an answer came to be, which differs between runs. engine: name and version ("eyas 0.1.0",
-    "vllm 0.11.2").
-
-    server: its address, or None for the engine in the same process. latency_ms: from the first time
-    it was asked for to the answer, waiting included.
+    """How an answer was made, which differs between runs. engine: name and version ("eyas 0.1.0",
+    "vllm 0.11.2"). server: its address; None for the engine in this process. latency_ms: from the
+    first request to the answer, waiting included.
     """
 
     key: str
@@ -100,7 +98,7 @@ def mixed_seed(seed: int, prompt_id: str) -> int:
 
 
 class RowStore(Protocol):
-    """What reads rows: an artifact, of which this file knows nothing else."""
+    """What reads rows: an artifact."""
 
     def manifest(self, stage: str) -> Any:
         """The manifest. Raises EyasError for an artifact of another stage, or one not finished."""

@@ -1,5 +1,5 @@
-"""Object stores as they answer: what is asked again, and what a person has to mend, told at once in
-the store's own words.
+"""Object stores: what is asked again, and what a person has to mend, reported at once in the
+store's own words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eyas.errors import EyasError, InputError, StorageFullError
 log = logging.getLogger(__name__)
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError)
-MISTAKES = (  # of ours or of a client's code: asking again is no remedy
+MISTAKES = (  # errors of code: asking again does not help
     TypeError,
     AttributeError,
     LookupError,
@@ -32,8 +32,8 @@ MISTAKES = (  # of ours or of a client's code: asking again is no remedy
     MemoryError,
 )
 MAKE_ROOM = "free some space there, and run the same command again: finished parts are kept"
-# What a person has to mend, by the codes of S3 (also its clients' and obstore's names of errors),
-# the status of GCS and of HEAD requests, which have no body.
+# Remedies by codes of S3 (also its clients' and obstore's names of errors), and by the status of
+# GCS and of HEAD requests, which have no body.
 REMEDIES = {
     "give credentials (AWS_PROFILE or AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; gcloud auth "
     "application-default login), or sign in again: finished parts are kept": (
@@ -58,15 +58,15 @@ REMEDIES = {
     MAKE_ROOM: "507 QuotaExceeded InsufficientStorage",
 }
 REMEDY = {code: remedy for remedy, codes in REMEDIES.items() for code in codes.split()}
-AGAIN_STATUS = (408, 409, 423, 425, 429)  # of 4xx: another time it may work
+AGAIN_STATUS = (408, 409, 423, 425, 429)  # statuses that may work another time
 SAYS_WHY = "mend what the store says, and run the same command again: finished parts are kept"
 
 
 def open_store(url: str) -> tuple[Any, str]:
     """The file system of a URL or path and the path in it; a remote one as Persistent.
 
-    Checksums of requests are left to those who ask for them, since stores that speak S3 (R2, Ceph,
-    older MinIO) refuse them, and every file here has a SHA-256 of its own. Raises InputError.
+    Checksums of requests are off unless asked for: stores that speak S3 (R2, Ceph, older MinIO)
+    refuse them, and every file here has a SHA-256. Raises InputError.
     """
     if url.startswith("s3://"):
         for what in ("AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"):
@@ -83,8 +83,8 @@ def open_store(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn a full disk, a file or folder that this user may not use, and a file where a folder has
-    to be, into the one error that says so.
+    """Turn a full disk, a file or folder that this user may not use, and a file in place of a
+    folder into one clear error.
     """
     try:
         yield
@@ -108,10 +108,9 @@ class Persistent:
     """A remote file system that is asked again while it does not answer: a restart or a broken line
     costs a pause and no work.
 
-    A missing file and a mistake in the code are raised at once; a refusal too, as InputError with
-    the store's own code and reason (StorageFullError where it has no room). EyasError when the
-    store has not answered for PATIENCE_S, plus the time of the client's own last attempt (gcsfs
-    tries for half a minute itself).
+    A missing file and a mistake in the code are raised at once; so is a refusal, as InputError with
+    the store's code and reason (StorageFullError where it has no room). EyasError after PATIENCE_S
+    without an answer, plus the client's own last attempt (gcsfs tries for half a minute).
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -158,8 +157,8 @@ class Persistent:
 
 
 def refusal(error: BaseException) -> tuple[str, str, str] | None:
-    """A store's code, its reason and the remedy, where an error of a client holds a refusal, itself
-    or among its causes; None where it may work another time, or a file is not there.
+    """A store's code, its reason and the remedy, where a client's error or one of its causes is a
+    refusal; None where it may work another time, or a file is not there.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -177,9 +176,9 @@ def refusal(error: BaseException) -> tuple[str, str, str] | None:
 def _answer(error: BaseException) -> tuple[str, str, int]:
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        told = response.get("Error", {})
+        refused = response.get("Error", {})
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return str(told.get("Code", status)), str(told.get("Message", "")), int(status)
+        return str(refused.get("Code", status)), str(refused.get("Message", "")), int(status)
     text = str(error).strip()
     code = str(getattr(error, "code", None) or "")
     if code.isdigit():  # gcsfs

@@ -1,4 +1,4 @@
-"""What follows from the numbers of accepted drafts: tau, acceptance by position, intervals.
+"""Statistics of accepted drafts: tau, acceptance by position, intervals.
 
 The raw statistic is a histogram: accept_hist[a] counts the rounds (one propose, one verify) that
 accepted a drafts. Such a round emits a + 1 tokens, the bonus token included. Pure functions of
@@ -54,14 +54,13 @@ def tau_of(accept_hist: Sequence[int]) -> float | None:
 
 
 def accepted_by_position(accept_hist: Sequence[int]) -> list[int]:
-    """[i]: the rounds that accepted more than i drafts. One entry for each draft step counted."""
+    """[i]: the rounds that accepted more than i drafts. One entry for each draft step."""
     return [sum(accept_hist[accepted:]) for accepted in range(1, len(accept_hist))]
 
 
 def acceptance_by_position(accept_hist: Sequence[int]) -> list[float]:
-    """[i]: the share of the rounds that accepted i drafts or more which accepted one more.
-
-    Ends where no round is left.
+    """[i]: of the rounds that accepted i drafts or more, the share that accepted one more. Ends
+    where no round is left.
     """
     return acceptance_of_positions(sum(accept_hist), accepted_by_position(accept_hist))
 
@@ -72,10 +71,9 @@ def acceptance_of_positions(num_rounds: float, accepted: Sequence[float]) -> lis
 
 
 def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | None:
-    """Decoded tokens (all but the first of an answer) for each forward of the target.
-
-    A token that no round emitted took one forward of its own. Lies between 1 and tau, and equals
-    tau where every token came from a round; None without tokens.
+    """Decoded tokens (all but the first of an answer) for each forward of the target, a token
+    outside rounds taking one of its own. Between 1 and tau; tau where every token came from a
+    round; None without tokens.
     """
     num_forwards = sum(accept_hist) + max(num_decoded - num_emitted(accept_hist), 0)
     return num_decoded / num_forwards if num_forwards else None
@@ -84,8 +82,8 @@ def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | 
 class RoundCounts:
     """Counts of rounds with K drafts: accept_hist [K + 1]; judged and accepted drafts [K].
 
-    A draft is judged when all drafts before it were accepted and the answer continues to it, so a
-    round that the end of an answer cuts short does not count against the positions behind the end.
+    A draft is judged when all drafts before it were accepted and the answer continues to it: a
+    round that the end of an answer cuts short does not count against positions behind the end.
     """
 
     def __init__(self, num_draft_steps: int) -> None:
@@ -125,8 +123,8 @@ class RoundCounts:
     def add_rounds(self, accepted: Sequence[int]) -> None:
         """Add an answer's rounds as an engine reports them: num_accepted_drafts each, in order.
 
-        An engine does not report whether the last token of an answer was a draft: the position
-        after the last round's accepted drafts counts as not judged.
+        An engine does not say whether the last token of an answer was a draft: the position after
+        the last round's accepted drafts counts as not judged.
         """
         for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
             self.accept_hist[count] += 1
@@ -163,10 +161,9 @@ def bootstrap(
 ) -> Interval | None:
     """Percentile bootstrap of a figure over rows [n, k]; None for fewer than `least` rows.
 
-    figure: resamples [..., n, k] -> values [...]. A row is what is known of one prompt (request,
-    conversation): the rounds of one answer go up and down together, so resampled rounds would give
-    an interval that is too narrow. The same rows give the same interval. Efron, Tibshirani 1993,
-    chapter 13.
+    figure: resamples [..., n, k] -> values [...]. A row is one prompt (request, conversation): the
+    rounds of one answer are correlated, so resampling rounds would give an interval that is too
+    narrow. Equal rows give equal intervals. Efron, Tibshirani 1993, chapter 13.
     """
     table = np.asarray(rows, dtype=np.float64)
     if len(table) < max(least, 1):
@@ -199,11 +196,11 @@ def intervals_of_turns(
 ) -> list[Interval | None]:
     """Bootstrap intervals of figures [F] that hold together, over the turns that arms took.
 
-    turns: of each turn its rows [n, k], a row what both arms made of one prompt; NaN is unknown.
-    A turn is drawn whole: its requests met the same busy seconds, and resampled requests would
-    give an interval that is too narrow. For few turns the percentiles lie further out, as
-    Student's t does (Hesterberg 2015, "What teachers should know about the bootstrap", expanded
-    percentiles); together they hold by Besag, Green, Higdon, Mengersen 1995, section 6.3.
+    turns: of each turn its rows [n, k], a row the results of both arms for one prompt; NaN is
+    unknown. A turn is drawn whole: its requests met the same busy seconds, and resampling requests
+    would give an interval that is too narrow. For few turns the percentiles are expanded, as
+    Student's t is wider (Hesterberg 2015, "What teachers should know about the bootstrap");
+    together they hold by Besag, Green, Higdon, Mengersen 1995, section 6.3.
 
     None below LEAST_TURNS turns, and for a figure that is unknown in some resample.
     """
@@ -226,7 +223,7 @@ def intervals_of_turns(
         return [None] * len(figures)
     ordered_RF = np.sort(values_RF, axis=0)
     ranks_RF = 1 + np.argsort(np.argsort(values_RF, axis=0, kind="stable"), axis=0, kind="stable")
-    # of each resample, how far out it lies in the figure where it lies furthest out
+    # each resample's most extreme rank over all figures
     depth_R = np.maximum(ranks_RF, NUM_RESAMPLES + 1 - ranks_RF)[:, known].max(axis=1)
     last = int(np.quantile(depth_R, expanded(confidence, G), method="higher"))
     ends = ordered_RF[NUM_RESAMPLES - last], ordered_RF[last - 1]

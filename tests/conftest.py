@@ -8,9 +8,11 @@ processes that tests start.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,6 +26,35 @@ settings.load_profile("eyas")
 def pytest_make_parametrize_id(val: object) -> str | None:
     """gzip writes the time into its bytes: as a test's name it would differ between processes."""
     return "gzip" if isinstance(val, bytes) and val.startswith(b"\x1f\x8b") else None
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny random target whose answers end at max_tokens or a stop string (`serving.World`)."""
+    # imported here only: it loads torch, which the number of threads has to precede
+    serving = importlib.import_module("tests.serving")
+    return serving.World.make(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A target that can end an answer, as one that follows a grammar must."""
+    serving = importlib.import_module("tests.serving")
+    return serving.World.make(tmp_path_factory.mktemp("ending"), eos_token_id=2)
+
+
+@pytest.fixture(scope="session")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One whose template has tools."""
+    serving = importlib.import_module("tests.serving")
+    return serving.World.tooled(tmp_path_factory.mktemp("tooled"))
+
+
+@pytest.fixture(scope="module")
+def client(world: Any) -> Iterator[Any]:
+    """The official client of a server of it."""
+    with world.served() as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)

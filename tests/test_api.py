@@ -25,7 +25,7 @@ from eyas.model.target import Target
 from eyas.serve.app import ModelService
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.translation import ModelInfo
-from tests.serving import MESSAGES, MODEL, TOOLS, GatedEngine, World, ask, post
+from tests.serving import MESSAGES, MODEL, TOOLS, GatedEngine, post
 from tests.stages import ROOT
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
@@ -41,11 +41,6 @@ WITHOUT_MEANING = {
     *("max_completion_tokens", "repeat_penalty", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "ebnf", "structured_outputs"),
 }
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 def llm_of(engine, chat):
@@ -208,9 +203,8 @@ class TestAnswers:
         pieces = llm.complete(ids, stream=True, temperature=0)
         assert "".join(piece.text for piece in pieces) == text[0].text
 
-    def test_tools_and_schemas(self, tmp_path):
-        world = World.tooled(tmp_path)
-        with llm_of(world.engine(max_length=1024), world.chat) as llm:
+    def test_tools_and_schemas(self, tooled):
+        with llm_of(tooled.engine(max_length=1024), tooled.chat) as llm:
             options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
             asked = llm.chat("A table for two.", **options, temperature=0, max_tokens=200)
             assert asked.finish_reason in ("tool_calls", "length")
@@ -420,10 +414,3 @@ class TestStages:
             eyas.evaluate("builtin", ["user"], trees=["round"])
         with pytest.raises(ConfigError, match=r"output.*Field required"):
             eyas.run({"target": "builtin"})
-
-
-def test_the_official_client_gets_the_same_text(llm, world):
-    with world.served() as client:
-        assert ask(client).choices[0].message.content == str(
-            llm.chat(MESSAGES, temperature=0, max_tokens=24)
-        )

@@ -5,6 +5,7 @@ be documented.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -52,6 +53,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 NAMES = sorted(MODULES)
 
 
+@functools.cache
 def imported(name: str) -> set[str]:
     """Modules imported anywhere in a module's source; `from a import b` counts as a.b where that is
     a module.

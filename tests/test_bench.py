@@ -9,7 +9,6 @@ import gzip
 import json
 import sys
 import time
-import zlib
 from collections import Counter
 
 import httpx
@@ -53,6 +52,7 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
         {"id": "o", "messages": [answer, said, answer]},
         {"question_id": 81, "category": "writing", "turns": ["compose", "rewrite"]},
         {"messages": [said]},
+        {"conversation_id": "w", "messages": [said]},
     ]
     read = read_tasks(written(tmp_path / "p.jsonl", rows), count=9, seed=0)
     tasks = {task.prompt_id: task for task in read}
@@ -63,7 +63,7 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
     compose = {"role": "user", "content": "compose"}
     assert tasks["81"] == Task("81", "writing", (compose,), is_cut=True)
     assert {prompt_id for prompt_id, task in tasks.items() if task.is_cut} == {"p", "m", "81"}
-    assert tasks["5"].messages == (said,)
+    assert tasks["5"].messages == tasks["w"].messages == (said,)
 
 
 def test_prompts_are_drawn_by_seed(tmp_path):
@@ -105,11 +105,6 @@ UNREADABLE = {
     ],
     MissingInputError: [None],
 }
-
-
-def test_a_damaged_block_is_what_zlib_calls_an_error():
-    with pytest.raises(zlib.error):
-        gzip.decompress(DAMAGED)
 
 
 @pytest.mark.parametrize("error", UNREADABLE)
@@ -348,7 +343,8 @@ def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, 
     assert output.manifest().counts == {"requests": 40, "failed": 0, "prompts": 10}
     for compared in summary["comparisons"]:
         assert compared["identical"] == compared["num_pairs"] == 10
-        assert compared["speedup"] > 0
+        # on a busy machine a ratio may be above tau
+        assert compared["withheld"] or compared["speedup"] > 0
     for counted in summary["results"]:
         key = (counted["arm"], counted["concurrency"])
         own = [row for row in rows if (row["arm"], row["concurrency"]) == key]
@@ -368,7 +364,7 @@ TWO_PLAIN = {"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculati
 
 
 def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
-    output = run_of(tmp_path, url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=8)
+    output = run_of(tmp_path, url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=2)
     order = [(row["block"], row["arm"]) for row in output.read_jsonl("rows.jsonl")]
     blocks = list(dict.fromkeys(order))
     turns = [("plain", "eagle"), ("eagle", "plain")]
@@ -378,7 +374,7 @@ def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
 
 
 def test_a_run_that_is_done_is_not_done_again(url, prompts, tmp_path):
-    config = BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, num_prompts=2, max_tokens=8)
+    config = BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, num_prompts=2, max_tokens=2)
     first = bench(config, Artifact(str(tmp_path / "bench")))
     again = bench(config, Artifact(str(tmp_path / "bench")), lambda *_: pytest.fail("it ran again"))
     assert again == first
@@ -409,12 +405,6 @@ def test_without_the_field_a_server_with_a_head_drafts(url, prompts, tmp_path):
     config = {"prompts": prompts, "num_prompts": 4, "max_tokens": 32}
     output = run_of(tmp_path, url=url, arms={"one": ArmConfig()}, **config)
     assert output.read_json("summary.json")["results"][0]["tau"] >= 1
-
-
-def test_no_server_is_one_clear_error_and_claims_no_folder(prompts, tmp_path):
-    with pytest.raises(MissingInputError, match="no server at"):
-        run_of(tmp_path, url="http://127.0.0.1:9", prompts=prompts)
-    assert not (tmp_path / "bench").exists()
 
 
 def test_requests_that_all_fail_are_kept_and_reported(url, prompts, tmp_path):

@@ -11,7 +11,6 @@ from eyas.artifact import VERSION, Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
 from eyas.bench.report import notes
 from tests.bench_servers import scripted
-from tests.serving import World
 from tests.source_rows import written
 
 ARMS = {"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=False)}
@@ -72,13 +71,13 @@ def test_what_warms_up_is_not_measured_where_there_are_prompts_enough(tmp_path, 
     assert len({first, second, *others}) == 8
 
 
-def test_our_server_reuses_nothing_that_another_arm_or_load_has_asked(tmp_path, prompts):
+def test_our_server_reuses_nothing_that_another_arm_or_load_has_asked(world, tmp_path, prompts):
     def hits():
         lines = httpx.get(f"{client.url}/metrics").text.splitlines()
         own = [line for line in lines if line.startswith("eyas:prefix_cache_hits_total")]
         return [float(line.split()[-1]) for line in own]
 
-    with World.make(tmp_path / "target").served() as client:
+    with world.served() as client:
         load = {"num_prompts": 7, "concurrencies": (1, 2), "max_tokens": 4}
         config = BenchConfig(url=client.url, prompts=prompts, arms=ARMS, **load)
         bench(config, Artifact(str(tmp_path / "bench")))

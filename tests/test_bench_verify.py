@@ -14,7 +14,6 @@ from eyas.cli.verify import CODES
 from eyas.client import RequestFailure
 from eyas.engine.scheduler import RunningSample
 from tests.bench_servers import JsonHandler, web_server
-from tests.serving import World
 from tests.source_rows import written
 from tests.test_cli import assert_one_clear_error, run_eyas
 
@@ -375,11 +374,6 @@ def test_a_server_without_ids_and_logprobs_is_one_clear_error(tmp_path):
 
 
 # Our own server
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 def of_ours(world, tmp_path, speculation):

@@ -8,18 +8,12 @@ import httpx
 import pytest
 
 from eyas.serve.openapi import document
-from tests.serving import MODEL, World, ask, complete, post
+from tests.serving import MODEL, ask, complete, post
 
 LONG = [
     {"role": "user", "content": "I would like a table for two, " + "and for the others of us, " * 5}
 ]
 PROMPT = "I would like a table for two, and one for the others of us."
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with World.make(tmp_path_factory.mktemp("target")).served() as client:
-        yield client
 
 
 def hits(client):

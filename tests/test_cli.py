@@ -187,9 +187,6 @@ class TestConfig:
         with pytest.raises(ConfigError, match=words):
             StageOptions(run_file, None, flags).config(Sample, "sample", **options)
 
-    def test_a_missing_run_file(self, tmp_path):
-        assert_one_clear_error(run_eyas(f"plan {tmp_path}/none.yaml"), "no run file")
-
     def test_several_wrong_fields_are_told_at_once(self):
         with pytest.raises(ConfigError, match=r"lr: .*; inner.depth: "):
             validated(Sample, {"lr": "x", "inner": {"depth": "y"}}, "sample")
@@ -303,6 +300,7 @@ class TestBadInputs:
             f"serve -t {made.target} --head {none} --port 0",
             f"lineage {none}",
             f"run {none}",
+            f"plan {none}",
         ):
             assert_one_clear_error(run_eyas(line), str(none))
             assert not output.exists(), line

@@ -18,7 +18,6 @@ from eyas.hub import resolve_target
 from eyas.serve.app import ModelService, create_app
 from eyas.serve.server import ServeConfig, running_app
 from eyas.serve.translation import ModelInfo
-from tests.serving import World
 from tests.stages import ROOT, write_answers
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,17 +68,16 @@ def test_examples_run(page, folder):
 
 
 @pytest.mark.parametrize("page", SHELL)
-def test_what_a_shell_asks_a_server_is_answered(page, tmp_path_factory):
+def test_what_a_shell_asks_a_server_is_answered(page, tooled):
     """Each `curl`, under the name that a server of the page has."""
     targets = re.findall(r"eyas serve --target (\w+)", SHELL[page])
     names = {ServeConfig(target=target).served_model for target in targets}
-    world = World.tooled(tmp_path_factory.mktemp("target"))
     asked = [block for block in BLOCK.findall(SHELL[page]) if "curl" in block]
     (name,) = {found for block in asked for found in re.findall(r'"model": "(\w+)"', block)}
     assert name in names
-    engine = world.engine(max_length=1024)
+    engine = tooled.engine(max_length=1024)
     info = ModelInfo(name, "float32", False, engine.max_length)
-    service = ModelService.of(engine, world.chat, info)
+    service = ModelService.of(engine, tooled.chat, info)
     with running_app(create_app(name), service) as url:
         for block in asked:
             block = block.replace("curl ", "curl -sS --fail-with-body ")

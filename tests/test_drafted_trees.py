@@ -14,24 +14,17 @@ from eyas.engine.request import DraftedTree
 from eyas.engine.tree import drafted_tree
 from eyas.model.rows import HEAD, TEXT, Proposals
 from tests import tiny_engine
-from tests.serving import MODEL, World, ask, complete, post
-from tests.tiny_engine import EVERYTHING, draft_of, load_as, random_head, requests
+from tests.serving import ask, complete
+from tests.tiny_engine import EVERYTHING, draft_of, random_head, requests
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
 
-folder = tiny_engine.folder
-
-
-@pytest.fixture(params=["native", "torch"])
-def kind(request):
-    return request.param
+folder, target = tiny_engine.folder, tiny_engine.target
 
 
 @pytest.fixture
-def engine(folder, kind):
-    """Records what the policy chose, round by round."""
-    target = load_as(kind, folder)
+def engine(target):
     config = EngineConfig(max_batch=3, max_length=120, speculation="fixed(4,3,9)")
     return Engine(target, draft_of(*random_head(target), target), config)
 
@@ -135,11 +128,6 @@ def test_nodes_say_who_proposed_them():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def client(world, tmp_path_factory):
     engine = world.drafting(tmp_path_factory.mktemp("drafts") / "head", "fixed(3,2,6)")
     with world.served(engine, has_head=True) as client:
@@ -218,9 +206,3 @@ def test_stop_strings_cut_the_text_and_not_what_is_told_of_its_rounds(client, wo
     tokens = "".join(token["text"] for one in rounds_of(chunks) for token in one["tokens"])
     assert said == text[: text.index(stop)]
     assert tokens.startswith(said + stop)
-
-
-def test_rounds_are_refused_where_they_are_not_told(client):
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-    body["stream_options"] = {"include_rounds": True}
-    assert post(client, body).json()["error"]["param"] == "stream_options"

@@ -430,10 +430,8 @@ def test_a_process_that_is_stopped_is_given_up(builtin, monkeypatch):
 
     monkeypatch.setattr(GrammarProcess, "_fork", stopped)
     monkeypatch.setattr(grammar_process, "_WAIT_S", 0.5)
-    began = time.monotonic()
     with pytest.raises(InputError, match="needs more than"):
         builtin.grammars.compile(SamplingParams(regex="stopped"))
-    assert time.monotonic() - began < 10
 
 
 SLEEPS = """

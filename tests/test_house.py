@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import house
+from tests.test_architecture import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -24,17 +25,17 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
     "data": (203, "sources, licence gate, filters, duplicates, ledger, card"),
-    "engine": (184, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "engine": (180, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (199, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (88, "what PyTorch computes: the head that trains, features"),
     "cpp": (255, "the native decoder"),
-    "serve": (214, "the HTTP server"),
+    "serve": (212, "the HTTP server"),
     "privacy": (147, "personal data and secrets: search, surrogates, key"),
     "features": (137, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
     "train": (112, "objective, optimizer, runs"),
     "cli": (122, "one file per command"),
-    "top": (164, "artifacts, stores, records, errors, names of models, pages, Python's API"),
+    "top": (163, "artifacts, stores, records, errors, names of models, pages, Python's API"),
     "export": (99, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (45, "chat template and tokenizer"),
     "shards": (47, "the feature format"),
@@ -42,7 +43,7 @@ ROOMS = {
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (11, "tokens and bytes of a run"),
     "builtin": (4, "the packaged models and prompts"),
-    "tests": (2059, "proofs"),
+    "tests": (2055, "proofs"),
     "benchmarks": (375, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
@@ -86,9 +87,13 @@ def test_the_map_names_what_is_there():
             assert function in defined, name
 
 
-def test_the_map_names_every_room():
-    rooms = {path.name for path in (ROOT / "eyas").iterdir() if path.is_dir()} - {"__pycache__"}
-    assert rooms <= set(re.findall(r"(\w+)/", MAP))
+def test_the_map_prints_the_rows_of_rooms():
+    tree = MAP.partition("```")[2].partition("```")[0]
+    printed = [
+        re.findall(r"(\w+)(?:/|\.py)", "\n".join(line[:32] for line in row.splitlines()))
+        for row in tree.replace("eyas/\n", "").split("\n\n")
+    ]
+    assert tuple(map(set, printed)) == tuple(map(set, ORDER))
 
 
 def own(*suffixes: str) -> list[Path]:
@@ -137,5 +142,9 @@ def test_few_frames_to_the_loss_and_to_the_forward(capsys):
             print(f"\n{len(stack)} frames to {end}: {' > '.join(stack)}")
     assert set(stacks) == {*house.LOSS_ENDS, *house.FORWARD_ENDS}
     to_loss = stacks[house.LOSS_ENDS[0]]
-    assert len(to_loss[to_loss.index("cli/train.py:command") :]) <= MOST_FRAMES
+    ours = to_loss[to_loss.index("cli/train.py:command") :]
+    assert len(ours) <= MOST_FRAMES
     assert all(len(stacks[end]) <= MOST_FRAMES for end in house.FORWARD_ENDS)
+    shown = re.findall(r"^\| \d+ \| `eyas/([\w/.:]+)`", MAP, re.MULTILINE)
+    to_verify = stacks[house.FORWARD_ENDS[0]]
+    assert shown[: len(ours) + len(to_verify)] == [*ours, *to_verify]

@@ -33,7 +33,7 @@ from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
 from tests.gguf_files import gguf_file
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients, free_port
-from tests.serving import MESSAGES, World
+from tests.serving import MESSAGES
 from tests.source_rows import written
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
@@ -444,9 +444,8 @@ def test_caches_follow_the_environment(monkeypatch):
     assert cache_folder("models") == Path.home() / ".cache" / "eyas" / "models"
 
 
-def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
+def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, world, tmp_path):
     """`eyas serve` with nothing but Vertex AI's environment."""
-    world = World.make(tmp_path / "target")
     head = head_folder(world.folder, tmp_path / "head")
     for name, folder in (("target", world.folder), ("head", head)):
         upload(uri, {f"{name}/{path.name}": path.read_bytes() for path in Path(folder).iterdir()})

@@ -32,7 +32,6 @@ from tests.playground import (
     streamed,
     texts,
 )
-from tests.serving import World
 
 server, browser, page = playground.server, playground.browser, playground.page
 
@@ -48,13 +47,8 @@ def asked(url, speculation=True, **fields):
 # The files
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
-
-
-def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(tiny):
-    with tiny.served() as client:
+def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(world):
+    with world.served() as client:
         for path, (file, kind) in FILES.items():
             reply = httpx.get(client.url + path)
             assert (reply.status_code, reply.content) == (200, file.read_bytes())
@@ -88,9 +82,9 @@ def test_the_page_is_strict_html_without_anything_inline_or_foreign():
         assert ("localStorage" in script) == (file.name == "store.js"), file.name
 
 
-def test_vertex_may_have_its_routes_at_the_same_place(tiny):
+def test_vertex_may_have_its_routes_at_the_same_place(world):
     vertex = VertexConfig(predict_route="/", health_route="/ping")
-    with tiny.served(vertex=vertex) as client:
+    with world.served(vertex=vertex) as client:
         assert httpx.post(f"{client.url}/", json={"instances": []}).status_code == 400
         assert httpx.get(f"{client.url}/").headers["content-type"].startswith("text/html")
 
@@ -588,11 +582,11 @@ def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
 
 
 @needs_chromium
-def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
+def test_a_key_is_asked_for_and_kept_nowhere(browser, world, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-this-test-0123456789\n")
     with (
-        tiny.served(limits=LimitsConfig(api_keys=keys)) as client,
+        world.served(limits=LimitsConfig(api_keys=keys)) as client,
         opened(browser, client.url, faults=["401 (Unauthorized)"]) as page,
     ):
         page.wait_for_selector("#key-form", state="visible")

@@ -144,12 +144,14 @@ def test_hostile_markdown_is_drawn_soon(page):
     took = page.evaluate(
         """async texts => {
             const { Markdown } = await import("./page/markdown.js");
-            return texts.map(text => {
+            const drawn = text => {
                 const began = performance.now();
                 const place = document.createElement("div");
                 new Markdown(place, (from, to) => [text.slice(from, to)]).update(text);
                 return performance.now() - began;
-            });
+            };
+            // the best of three: a busy machine may stop the browser in one of them
+            return texts.map(text => Math.min(...[1, 2, 3].map(() => drawn(text))));
         }""",
         [one * (12_000 // len(one)) for one in HOSTILE],
     )

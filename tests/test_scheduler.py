@@ -179,12 +179,14 @@ class World:
     st.booleans(),
     st.integers(1, 5),
     st.sampled_from([4, 7, 16]),
+    st.sampled_from([4, 11]),
 )
-def test_whatever_comes_and_goes(seed, num_pages, keeps, max_batch, prefill_chunk):
+def test_whatever_comes_and_goes(seed, num_pages, keeps, max_batch, prefill_chunk, tree_columns):
     """Prompts over two tokens, so that prefixes are shared. Everyone finishes or was cancelled; no
     entry is anybody else's.
     """
-    world = World(seed, num_pages, keeps, max_batch=max_batch, prefill_chunk=prefill_chunk)
+    limits = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "tree_columns": tree_columns}
+    world = World(seed, num_pages, keeps, **limits)
     rng, asked, cancelled = world.rng, [], set()
     for number in range(60):
         if number < 40 and rng.random() < 0.4:
@@ -410,14 +412,6 @@ def test_a_prompt_that_waits_alone_is_read_in_whole_chunks():
     assert [len(job.chunks[0]) for job in world.jobs if job.chunks] == [64, 36]
 
 
-def test_a_round_has_room_for_its_trees():
-    world = World(1, 60, tree_columns=11)
-    for name in "abc":
-        world.scheduler.add(sample(name, [0] * 6, max_tokens=30)[0])
-    world.drain()  # every job is checked for it
-    assert len(world.finished) == 3
-
-
 def test_when_pages_run_out_the_youngest_waits_again_first_in_line():
     """7 pages: two samples of 4 columns and a tree are admitted; when the older grows, the younger
     gives its pages up.
@@ -438,17 +432,6 @@ def test_when_pages_run_out_the_youngest_waits_again_first_in_line():
     world.drain()
     assert younger.tokens[: len(kept)] == kept
     assert [one.request.id for one in world.finished] == ["older", "younger", "third"]
-
-
-def test_a_preempted_sample_does_not_draw_again():
-    world = World(0, 7, keeps=True)
-    world.device.most_emitted = 1
-    samples = [sample(name, [1] * 4, max_tokens=12)[0] for name in "ab"]
-    for one in samples:
-        world.scheduler.add(one)
-    world.drain()
-    assert world.scheduler.num_preempted > 0
-    assert [one.num_emitted for one in samples] == [12, 12]
 
 
 def test_what_a_cancelled_sample_wrote_is_rewritten_before_it_is_read():

@@ -35,9 +35,8 @@ PAGE = "https://chat.example.org"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A target that can end an answer."""
-    return World.make(tmp_path_factory.mktemp("target"), eos_token_id=2)
+def world(ending):
+    return ending
 
 
 @pytest.fixture(scope="module")
@@ -245,21 +244,6 @@ def test_a_schema_may_stand_beside_the_type(client, kind):
     wanted = {"type": kind, "schema": schema}
     reply = ask(client, max_tokens=60, extra_body={"response_format": wanted})
     assert json.loads(text_of(reply)) == {"a": 7}
-
-
-@pytest.mark.parametrize(
-    ("body", "what"),
-    [
-        ({"functions": [{"name": "f"}]}, "send tools"),
-        ({"function_call": {"name": "f"}}, "send tool_choice"),
-        ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
-        ({"best_of": 2}, "best_of"),
-    ],
-)
-def test_what_is_not_taken_says_what_to_send(client, body, what):
-    reply = post(client, {"model": MODEL, "messages": MESSAGES, **body})
-    assert reply.status_code == 400
-    assert what in reply.json()["error"]["message"]
 
 
 def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(tmp_path):

@@ -30,7 +30,6 @@ from tests.serving import (
     MODEL,
     TOOL_TEMPLATE,
     TOOLS,
-    World,
     ask,
     complete,
     connected,
@@ -47,19 +46,8 @@ LONE_SURROGATE = b'{"model": "tiny", "messages": [{"role": "user", "content": "\
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def truth(world):
     return world.truth
-
-
-@pytest.fixture(scope="module")
-def client(world):
-    with world.served() as client:
-        yield client
 
 
 def text_of(reply):
@@ -412,9 +400,8 @@ def test_every_error_has_the_same_shape(client, method, path, body, kind, status
 
 
 @pytest.fixture(scope="module")
-def follower(tmp_path_factory):
-    """A target that can end an answer, as one that follows a grammar must."""
-    with World.make(tmp_path_factory.mktemp("ending"), eos_token_id=2).served() as client:
+def follower(ending):
+    with ending.served() as client:
         yield client
 
 
@@ -601,11 +588,6 @@ def test_logprobs_name_tokens_by_their_ids_on_demand(client):
     )
 
 
-def test_without_a_wish_there_are_no_token_ids(client):
-    assert "token_ids" not in post(client, BODY).text
-    assert "token_ids" not in post(client, {"model": MODEL, "prompt": "x"}, TEXT).text
-
-
 # /v1/completions
 
 
@@ -617,6 +599,10 @@ def test_a_text_goes_on_as_the_engine_goes_on(client, world):
     (truth,) = world.results(prompt_ids(world), max_tokens=12)
     text = world.chat.decode(truth.token_ids)
     whole, of_tokens = complete(client), complete(client, prompt_ids(world))
+    assert (
+        complete(client, max_tokens=openai.omit).usage.completion_tokens == 16
+    )  # OpenAI's default
+    assert "token_ids" not in whole.choices[0].model_extra  # of which nobody asked
     assert whole.object == "text_completion"
     assert whole.choices[0].text == of_tokens.choices[0].text == text
     assert whole.choices[0].finish_reason == "length"
@@ -636,10 +622,6 @@ def test_several_prompts_have_choices_in_their_order(client, world, as_tokens):
     assert [choice.text for choice in reply.choices] == [text for text in alone for _ in range(2)]
     assert [choice.index for choice in reply.choices] == list(range(6))
     assert reply.usage.prompt_tokens == sum(len(prompt_ids(world, text)) for text in texts)
-
-
-def test_completions_have_16_tokens_by_default(client):
-    assert complete(client, max_tokens=openai.omit).usage.completion_tokens == 16
 
 
 # Requests as other programs send them
@@ -685,11 +667,6 @@ def test_benchmarks_of_vllm_and_sglang_are_served(client, path, body, sampling):
 
 
 @pytest.fixture(scope="module")
-def tooled(tmp_path_factory):
-    return World.tooled(tmp_path_factory.mktemp("tooled"))
-
-
-@pytest.fixture(scope="module")
 def caller(tooled):
     with tooled.served(tooled.engine(max_length=1024)) as client:
         yield client
@@ -699,6 +676,8 @@ def caller(tooled):
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
     with saying(tooled, f"I will. \n{CALL}\n{CALL}", per_step) as (client, engine):
+        untold = ask(client), ask(client, tools=TOOLS, tool_choice="none")
+        assert {text_of(one) for one in untold} == {f"I will. \n{CALL}\n{CALL}"}
         reply = ask(client, tools=TOOLS, stream=stream)
         if stream:
             reply = list(reply)
@@ -712,39 +691,14 @@ def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
         else:
             calls = reply.choices[0].message.tool_calls
         ending = (reply[-1] if stream else reply).choices[0].finish_reason
-        shown = tooled.chat.decode(engine.asked[0].prompt_ids)
+        _, hidden, shown = (tooled.chat.decode(one.prompt_ids) for one in engine.asked)
     assert (text_of(reply), ending) == ("I will.", "tool_calls")
     assert [json.loads(call.function.arguments) for call in calls] == [
         {"party": 2, "indoors": True}
     ] * 2
     assert len({call.id for call in calls}) == 2
     assert "Book a table." in shown
-
-
-def test_what_is_no_call_is_text(tooled):
-    text = '<tool_call>{"name": book}</tool_call> well'
-    with saying(tooled, text) as (client, _):
-        choice = ask(client, tools=TOOLS).choices[0]
-    said = choice.message.content, choice.message.tool_calls, choice.finish_reason
-    assert said == (text, None, "stop")
-    with saying(tooled, CALL) as (client, engine):
-        assert text_of(ask(client)) == text_of(ask(client, tools=TOOLS, tool_choice="none")) == CALL
-        assert "Book a table." not in tooled.chat.decode(engine.asked[1].prompt_ids)
-
-
-def test_a_conversation_with_calls_is_shown_to_the_target(tooled):
-    function = {"name": "book", "arguments": '{"party": 2}'}
-    called = {"tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    turns = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "refusal": None, **called},
-        {"role": "tool", "tool_call_id": "1", "content": "booked"},
-    ]
-    with saying(tooled, "Done.") as (client, engine):
-        assert text_of(ask(client, turns, tools=TOOLS)) == "Done."
-        shown = tooled.chat.decode(engine.asked[0].prompt_ids)
-    assert '<tool_call>{"name": "book", "arguments": {"party": 2}}</tool_call>' in shown
-    assert "booked" in shown
+    assert "Book a table." not in hidden
 
 
 def test_options_of_the_template_reach_it(tooled):

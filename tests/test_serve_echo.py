@@ -16,15 +16,10 @@ from eyas.engine import engine as engine_module
 from eyas.engine.request import Request, SamplingParams
 from eyas.serve import answers
 from eyas.serve.writers import TextWriter
-from tests.serving import MAX_LENGTH, MODEL, World, complete, post
+from tests.serving import MAX_LENGTH, MODEL, complete, post
 
 PROMPT = "I would like a table for two."
 SCORING = {"echo": True, "logprobs": 2, "max_tokens": 0}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

@@ -36,19 +36,8 @@ from eyas.serve.metrics import Metrics
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.writers import CompletionWriter
 from tests.object_stores import free_port
-from tests.serving import MAX_LENGTH, MODEL, GatedEngine, World, ask, connected, health
+from tests.serving import MAX_LENGTH, MODEL, GatedEngine, ask, connected, health
 from tests.tiny_head import head_folder
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def client(world):
-    with world.served() as client:
-        yield client
 
 
 def test_models_and_health(client):

@@ -35,16 +35,11 @@ from eyas.serve.limits import (
 )
 from eyas.serve.server import MAX_HEAD, Connection
 from eyas.serve.worker import EngineWorker, QueueFull
-from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
+from tests.serving import MESSAGES, MODEL, GatedEngine, ask, connected, health, post
 from tests.tiny import children_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -500,12 +495,11 @@ def test_what_a_slow_reader_left_unread_is_written_in_parts_between_those_of_oth
     assert max(Counter(at_turn).values()) <= answers.PART + 1  # the last update is another batch
 
 
-def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(tmp_path):
-    world = World.make(tmp_path / "target", eos_token_id=2)
+def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(ending):
     body = {**BODY, "max_tokens": 100, "guided_regex": "[a-z]{100}"}
     for stream in (False, True):
-        engine = world.engine(GatedEngine)
-        with world.served(engine) as client, ThreadPoolExecutor(1) as pool:
+        engine = ending.engine(GatedEngine)
+        with ending.served(engine) as client, ThreadPoolExecutor(1) as pool:
             reply = pool.submit(post, client, {**body, "stream": stream})
             engine.gate.release(5)
             while engine._scheduler.num_running == 0:
@@ -521,12 +515,11 @@ def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(tmp_path):
 
 
 @pytest.fixture
-def compiling(tmp_path, monkeypatch):
+def compiling(ending, monkeypatch):
     """A client of a server whose grammars compile until `may_end`; the second tells of their
     beginning.
     """
-    world = World.make(tmp_path / "target", eos_token_id=2)
-    engine, begun, may_end = world.engine(), threading.Event(), threading.Event()
+    engine, begun, may_end = ending.engine(), threading.Event(), threading.Event()
     compile_grammar = engine.compile_grammar
 
     def slow(params):
@@ -536,7 +529,7 @@ def compiling(tmp_path, monkeypatch):
         return compile_grammar(params)
 
     monkeypatch.setattr(engine, "compile_grammar", slow)
-    with world.served(engine) as client:
+    with ending.served(engine) as client:
         yield client, begun, may_end
         may_end.set()
 
@@ -725,6 +718,9 @@ def test_large_bodies_are_held_up_to_a_limit_and_small_ones_beyond_it(open_clien
             "reads no images",
         ),
         ({"logit_bias": {str(at): 1 for at in range(2000)}}, "2000 keys, the limit is 1024"),
+        ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
+        ({"functions": [{"name": "f"}]}, "send tools"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
     ],
 )
 def test_what_is_wrong_is_said(open_client, params, says):

@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.serving import CALL, MESSAGES, MODEL, TOOLS, World, ask, post, saying
+from tests.serving import CALL, MESSAGES, MODEL, TOOLS, ask, post, saying
 from tests.test_serve_api import SCHEMA
 
 TEXT = MESSAGES[0]["content"]
@@ -20,8 +20,8 @@ FLAT_TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool 
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.tooled(tmp_path_factory.mktemp("tooled"))
+def world(tooled):
+    return tooled
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.translation import Translator
 from eyas.serve.vertex import VertexConfig, from_environment, instances
-from tests.serving import MESSAGES, MODEL, World, ask, complete, events, post
+from tests.serving import MESSAGES, MODEL, ask, complete, events, post
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
@@ -26,11 +26,6 @@ ROUTES = VertexConfig(
 )
 CHAT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
 TEXT = {"prompt": "I would like", "temperature": 0, "max_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from eyas.export.export import ExportConfig, export
 from eyas.hub import locate, resolve_target
 from tests.bench_servers import web_server
 from tests.object_stores import free_port
-from tests.serving import World, ask
+from tests.serving import ask
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_export import trained
 from tests.tiny import tiny_target
@@ -396,9 +396,8 @@ def test_what_is_no_server_or_no_card_is_one_clear_error(card, tmp_path, monkeyp
 # Servers that run
 
 
-def test_our_own_server_is_watched(tmp_path):
+def test_our_own_server_is_watched(world, tmp_path):
     """A random head is right next to never; so says its card."""
-    world = World.make(tmp_path / "target")
     engine = world.drafting(tmp_path / "head", "fixed(4,1,5)")
     with world.served(engine, has_head=True) as client:
         pages = [parse_metrics(httpx.get(f"{client.url}/metrics").text)]

@@ -20,7 +20,7 @@ from eyas.bench.watch import window_of
 from eyas.card import CardTau
 from eyas.cli.watch import LEAST_REQUESTS
 from eyas.export.card import prometheus_rules
-from tests.serving import World, ask
+from tests.serving import ask
 from tests.watched_pages import sglang_page, vllm_pages
 
 promql = pytest.importorskip("promql_parser", reason="the extra dev has it")
@@ -40,11 +40,10 @@ STALE, NOT_DRAFTING = ALERTS
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
+def pages(world, tmp_path_factory):
     """Two pages of each server: of ours now, of vLLM recorded, of SGLang written."""
-    folder = tmp_path_factory.mktemp("served")
-    world = World.make(folder / "target")
-    with world.served(world.drafting(folder / "head", "fixed(4,1,5)"), has_head=True) as client:
+    engine = world.drafting(tmp_path_factory.mktemp("drafts") / "head", "fixed(4,1,5)")
+    with world.served(engine, has_head=True) as client:
         of_eyas = []
         for number in range(2):
             for seed in range(4 * number, 4 * number + 4):  # some draft is right by chance

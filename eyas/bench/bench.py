@@ -6,8 +6,8 @@ all arms alike.
     rate r          the same, but requests are sent at given times, the same for every arm
 
 An arm is a way to ask: with or without speculation, at one server or another. At every load each
-arm has its own cache salt, where its server takes one; otherwise its prompts would be in the cache
-for the next arm.
+arm has its own cache salt, where its server takes one, so that no arm finds the prompts of another
+in the cache.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ from eyas.settings import Flag, Settings
 from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
-# Prompts per slot of concurrency in a block: few, so that a busy minute hits all arms, and enough
-# to fill the slots.
-BLOCK = 4
+BLOCK = 4  # prompts a slot: enough to fill the slots, few, so that a busy minute hits all arms
 SALTED = ("eyas", "vllm")  # kinds that take the field cache_salt, and share no prefix between salts
 TIMEOUT_S = 300.0  # between two pieces of an answer, with the wait in a long queue
 T = TypeVar("T")
@@ -105,16 +103,16 @@ class BenchConfig(Settings):
         return closed + [RequestLoad(rate=rate) for rate in self.rates]
 
     def num_at(self, load: RequestLoad) -> int:
-        """Prompts for one load: two blocks of two for each slot at least."""
+        """Prompts for one load: at least two blocks of two for each slot."""
         return max(self.num_prompts, 4 * load.concurrency)
 
     def is_salted(self, arm: str, facts: ServerFacts) -> bool:
-        """Whether an arm asks under salts of the benchmark's own."""
+        """Whether an arm asks under salts of the benchmark."""
         return facts.kind in SALTED and "cache_salt" not in self.arms[arm].fields
 
     def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm. All arms have the same seed for a prompt; the same
-        seed for all prompts would correlate their draws.
+        """The request of one prompt to one arm. All arms have the same seed for a prompt; one seed
+        for all prompts would correlate their draws.
         """
         body = {
             "model": model,
@@ -285,7 +283,6 @@ class BenchRun:
         self._begin = time.perf_counter()
 
     async def measure(self, load: RequestLoad, tasks: Sequence[Task], track: Any) -> None:
-        """All arms at one load, in turns."""
         salts = {arm: secrets.token_hex(8) for arm in self._config.arms}
         arms = list(self._config.arms)
         size = math.ceil(len(tasks) / LEAST_TURNS)  # fewer turns give no interval

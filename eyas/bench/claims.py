@@ -3,8 +3,8 @@ summary.json.
 
 A ratio is claimed where its interval does not contain 1. An interval needs LEAST_TURNS turns of
 each arm, because a busy minute hits whole turns (eyas/tau.py). An arm that did not draft has no
-speed-up by its head. Medians may improve where tails get worse: a claim also names the p90 and p99
-that got worse.
+speed-up by its head. A claim also names the p90 and p99 that got worse, since medians may improve
+where tails get worse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def not_drafting(compared: Row) -> str:
-    """What to say of an arm in place of a speed-up by its head; "" where it has a tau."""
+    """What to say in place of a speed-up by the head; "" for an arm with a tau."""
     if compared["tau"] is not None:
         return ""
     if compared["tokens_per_forward"] is not None:
@@ -62,8 +62,8 @@ def too_few(compared: Row) -> str:
 
 
 def quotable(compared: Row) -> dict[str, Any]:
-    """A comparison for quotation: a ratio that is not certain is None, its interval stays, and
-    `note` gives the reason. Without drafts ratios are noise, whatever their intervals.
+    """A comparison for quotation: an uncertain ratio is None, its interval stays, and `note` gives
+    the reason. Without drafts ratios are noise, whatever their intervals.
     """
     claimed = dict(compared)
     if note := not_drafting(compared):
@@ -85,7 +85,7 @@ def load_of(row: Row) -> str:
 
 
 def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the first load, which is the fewest requests at a time if there are any."""
+    """The rows of the first load: the fewest requests at a time, if there are any."""
     return [row for row in rows if load_of(row) == load_of(rows[0])]
 
 
@@ -110,8 +110,8 @@ def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
 
 
 def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
-    """The headline: model, machine and load; TPOT, throughput and end to end; the tails that got
-    worse; what differed between the arms.
+    """The headline: model, machine and load; TPOT, throughput and end to end; tails that got worse;
+    differences between the arms.
     """
     where = place(bench, compared)
     both = f"{compared['arm']} and {compared['baseline']}"
@@ -216,8 +216,8 @@ def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]
 
 
 def headline_figures(bench: Row, arm: str) -> dict[str, Any]:
-    """An arm's headline for the last line of JSON. Times are medians; a ratio that is not claimed
-    is None. identical: whether all pairs of greedy answers are; None where answers were sampled.
+    """An arm's headline for the last line of JSON. Times are medians; an unclaimed ratio is None.
+    identical: whether all pairs of greedy answers are; None for sampled answers.
     """
     (head,) = headlines(bench, arm)
     compared, same = head["compared"], head["compared"]["identical"]

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from eyas.cores import cores
+from eyas.cores import cores, processor
 
 
 def machine() -> dict[str, Any]:
@@ -15,7 +15,7 @@ def machine() -> dict[str, Any]:
     min) right now.
     """
     return {
-        "processor": cpu_field("model name") or platform.processor() or platform.machine(),
+        "processor": processor() or platform.machine(),
         "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
@@ -27,12 +27,3 @@ def machine() -> dict[str, Any]:
 def has_gpu() -> bool:
     """Whether Linux has a device of NVIDIA's or AMD's drivers."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-
-
-def cpu_field(name: str) -> str:
-    """The first value of a `name : value` line in Linux' /proc/cpuinfo; "" elsewhere."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return ""
-    lines = (line for line in path.read_text().splitlines() if line.startswith(name))
-    return next(lines, "").partition(":")[2].strip()

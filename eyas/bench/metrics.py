@@ -27,9 +27,8 @@ def median_interval(
     values: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float] | None:
     """Order statistics around the population's median with at least this confidence, for any
-    distribution: the number of values below it is binomial(n, 1/2). The interval leaves out the k
-    lowest and the k highest, with the largest k for which that holds. None without one: below 6
-    values at 95 %.
+    distribution: the number of values below it is binomial(n, 1/2). Leaves out the k lowest and the
+    k highest, with the largest such k. None without one: below 6 values at 95 %.
     """
     n = len(values)
     miss, left_out = 0.0, -1

@@ -1,5 +1,5 @@
 """The report of a benchmark and its pipeline: an HTML page that needs no other file, and its main
-table as Markdown and on the terminal. Reads the JSON that stages write.
+table as Markdown and on the terminal. Reads the JSON of the stages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CHARTS = (  # key of a result or comparison, label, note
     ("speedup", "times as fast", "Median TPOT of the baseline over that of the arm."),
 )
 BUSY = 1.2  # load average per core above which something else is running
-# A path that is absolute or leads out of the working folder, up to its last name. Within quotes,
-# and as the whole text, it may hold spaces. No URL, and no endpoint of an API.
+# A path that is absolute or leads out of the working folder, up to its last name; within quotes or
+# as the whole text with spaces. No URL, and no endpoint of an API.
 FOLDERS = re.compile(
     r"^(?:file://|~|\.\.)?/(?!v1/)(?:(?!://)[^\n'\"])*/(?=[^\s/]+$)"
     r"|(?P<quote>['\"])(?:file://)?[~/](?!v1/)[^'\"]*/(?=[^'\"/]*(?P=quote))"
@@ -48,10 +48,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a report shows.
-
-    bench: summary.json. evaluation: eval.json. ledger: ledger.json. manifest: the benchmark's,
-    whose inputs give the lineage. arm: the arm of the headline; None: every arm.
+    """What a report shows. bench: summary.json. evaluation: eval.json. ledger: ledger.json.
+    manifest: the benchmark's, whose inputs give the lineage. arm: of the headline; None: every arm.
     """
 
     bench: Row
@@ -75,9 +73,8 @@ def without_folders(value: Any) -> Any:
 
 
 def write_reports(folder: Artifact, contents: Contents) -> str:
-    """Write report.html and report.md into a folder; returns the page's address.
-
-    Raises InputError for a summary that claims an impossible speed-up, or of an older version.
+    """Write report.html and report.md into a folder; returns the page's address. Raises InputError
+    for a summary that claims an impossible speed-up, or of an older version.
     """
     manifest = contents.manifest
     if manifest is not None:
@@ -262,7 +259,7 @@ def cut_note(num_cut_prompts: int) -> str:
 
 
 def server_line(server: Row) -> str:
-    """A server's facts; version, precision and head are named where they are unknown."""
+    """A server's facts; version, precision and head are also named where they are unknown."""
     head = {True: "with a head", False: "without a head", None: "head unknown"}[server["has_head"]]
     length, fingerprint = server["max_length"], server["target_fingerprint"]
     parts = (

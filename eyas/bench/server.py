@@ -1,15 +1,15 @@
 """A server's reports about itself over HTTP, its counters over a stretch of time, and whether two
 arms did the same work.
 
-Each server reports something else: eyas in its model card, and its version in its OpenAPI document,
-SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM its version and no precision. At
-/metrics eyas, vLLM and llama.cpp have the same names for speculation, each with its own prefix, and
-SGLang others (`drafts_of`).
+Reports differ: eyas has a model card, and its version in its OpenAPI document; SGLang /server_info;
+llama.cpp its model card's `meta`; vLLM its version and no precision. At /metrics eyas, vLLM and
+llama.cpp have the same names for speculation, each with its own prefix, and SGLang others
+(`drafts_of`).
 
-What differs between two arms is refused, unless the user insists, or only reported:
+Differences between two arms are refused, unless the user insists, or only reported:
 
     engine      which engine, version and host      reported: a ratio of engines or hosts
-    precision   what the servers compute in         refused where both tell it
+    precision   what the servers compute in         refused where both report it
     prompts     tokens of one prompt                refused: another tokenizer or template
     counts      what counted the answers' tokens    refused
     lengths     tokens of all answers               refused where more than a tenth apart
@@ -48,7 +48,7 @@ _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # every answer makes one of them larger; llama.cpp's name of the first is the second
 ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
-HALVES = {"bfloat16", "float16"}  # which SGLang's "auto" stands for: the checkpoint's, or float16
+HALVES = {"bfloat16", "float16"}  # SGLang's "auto" is one of them
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters
@@ -58,7 +58,7 @@ ENOUGH = 4  # pairs of greedy answers, to say that the models differ
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server; a fact that it does not tell is None."""
+    """One server; a fact it does not report is None."""
 
     url: str
     model: str
@@ -178,8 +178,8 @@ def is_restarted(before: Counters, after: Counters) -> bool:
 
 
 def counted_between(before: Counters, after: Counters) -> Counters:
-    """Counts from one reading to the next; gauges (no `_total`) as they are at the end. If the
-    server restarted, its counts since. Empty where a reading failed.
+    """Counts from one reading to the next; gauges (no `_total`) as at the end. If the server
+    restarted, its counts since. Empty where a reading failed.
     """
     if not before or not after:
         return {}
@@ -204,7 +204,7 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
     """The figures of a stretch's rounds, as far as counters give them.
 
     nodes_mean: drafted tokens that the target judged per sample and round; 0: not known.
-    num_draft_steps: positions that are counted; eyas counts those that accepted at all.
+    num_draft_steps: counted positions; eyas counts those that accepted at all.
     """
     drafts, accepted, nodes = drafts_of(counted)
     found: dict[str, Any] = {}

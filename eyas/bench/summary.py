@@ -223,14 +223,20 @@ def comparison(
     ]
     e2es_ms = [(base.reply.e2e_ms, row.reply.e2e_ms) for base, row in pairs]
     turns = _turns(baseline, arm, pairs)
-    of_tpot, of_throughput, of_e2e = intervals_of_turns(
-        turns,
-        [
-            lambda rows: ratio_of_medians(rows[..., :2]),
-            _ratio_of_rates,
-            lambda rows: ratio_of_medians(rows[..., 2:4]),
-        ],
-    )
+    with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
+        of_tpot, of_throughput, of_e2e = intervals_of_turns(
+            turns,
+            [
+                lambda rows: ratio_of_medians(rows[..., :2]),
+                lambda rows: ratio_of_sums(rows[..., 4:6]) / ratio_of_sums(rows[..., 6:8]),
+                lambda rows: ratio_of_medians(rows[..., 2:4]),
+            ],
+        )
+    parts = ("text", "num_output_tokens", "finish_reason")
+    same = [
+        all(getattr(base.reply, part) == getattr(row.reply, part) for part in parts)
+        for base, row in pairs
+    ]
     ours, theirs = (
         _throughput_tps([row for row in side if row.is_answered]) for side in (arm, baseline)
     )
@@ -238,7 +244,7 @@ def comparison(
         "num_pairs": len(pairs),
         "num_turns": len(turns),
         "same_engine": same_engine,
-        "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
+        "identical": sum(same) if is_greedy else None,
         "speedup": float(ratio_of_medians(np.asarray(tpots_ms))) if tpots_ms else None,
         "speedup_interval": of_tpot,
         "throughput_ratio": ours / theirs if ours and theirs else None,
@@ -277,11 +283,6 @@ def _turns(
     return turns
 
 
-def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
-        return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
-
-
 def most_possible(compared: Mapping[str, Any]) -> float | None:
     """The largest speed-up that a head can give: tau, since a round costs at least a plain step;
     for an arm that hardly drafted its tokens per forward, times NOISE. None against another engine,
@@ -296,8 +297,8 @@ def most_possible(compared: Mapping[str, Any]) -> float | None:
 
 
 def impossible(compared: Mapping[str, Any]) -> str | None:
-    """Why no head gives the speed-up of a comparison: it is noise of few prompts, or another load
-    on the machine during one arm. None where a head may.
+    """Why no head gives a comparison's speed-up: it is noise of few prompts, or another load on the
+    machine during one arm. None where a head may.
     """
     speedup, most = compared["speedup"], most_possible(compared)
     if most is None or speedup is None or speedup <= most:
@@ -307,11 +308,6 @@ def impossible(compared: Mapping[str, Any]) -> str | None:
         f"{speedup:.2f} over {compared['num_pairs']} prompts is impossible, {bound}: "
         "run again with more prompts on a machine that does nothing else"
     )
-
-
-def _is_same(base: BenchRow, row: BenchRow) -> bool:
-    names = ("text", "num_output_tokens", "finish_reason")
-    return all(getattr(base.reply, name) == getattr(row.reply, name) for name in names)
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:
@@ -333,7 +329,7 @@ def _throughput_tps(answered: Sequence[BenchRow]) -> float | None:
 
 def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
     """Bootstrap over requests: tokens of a request over its seconds, times the mean number of
-    requests that run at once.
+    running requests.
     """
     requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
     interval = bootstrap(requests, ratio_of_sums)

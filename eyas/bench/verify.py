@@ -6,8 +6,8 @@
                                                prompts, and a test of their distributions
 
 Two greedy answers are compared up to their first difference. There the plain side's logprobs judge:
-the order of a sum may decide a near-tie, and any other token is wrong. Engines such as vLLM draw
-other tokens by a seed when they draft, so different draws alone are no fault.
+the order of a sum may decide a near-tie; any other token is wrong. Engines such as vLLM draw other
+tokens by a seed when they draft, so different draws alone are no fault.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from eyas.tau import num_accepted
 
 Token = int | str  # its id, or its text
 Drafts = tuple[float, float]  # drafted rounds or tokens, accepted drafts
-# A tie of logprobs: two last bits of a logit between 16 and 32; in float32 the effect of summing in
-# another order. The widest for an unknown precision.
+# A tie of logprobs: two last bits of a logit between 16 and 32; in float32 the effect of another
+# order of sums. An unknown precision gets the widest.
 WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "all f32": 0.001}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and ours
 PLAINLY = {"speculation": False}  # eyas' own field
-LEVEL = 0.001  # the test's false alarms: two samples of one distribution that seem to differ
+LEVEL = 0.001  # false alarms of the test
 NUM_SHUFFLES, NUM_SAMPLED, SAMPLED_TOKENS = 4999, 4, 8
 TIMEOUT_S = 600.0
 VERIFICATION = "verify.json"
@@ -81,7 +81,7 @@ class VerifyConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """One answer. tops: the likeliest tokens' logprobs at each token; empty if not given."""
+    """One answer. tops: logprobs of the likeliest tokens at each token; empty if not given."""
 
     tokens: tuple[Token, ...]
     tops: tuple[Mapping[Token, float], ...]
@@ -207,9 +207,9 @@ def compare(
 def p_value(
     plain: Sequence[ServerAnswer], other: Sequence[ServerAnswer], num_samples: int, seed: int
 ) -> float:
-    """A permutation test of two arms' distributions, exact for any counts. The arms have
-    num_samples answers to each prompt in turn. The statistic is the sum of chi squares over prompts
-    and places but the first, which the prefill gives and no draft.
+    """A permutation test of two arms' distributions, exact for any counts. Each arm has num_samples
+    answers to each prompt in turn. The statistic is the sum of chi squares over prompts and places,
+    except the first place, which comes from the prefill and not from a draft.
     """
     rng = np.random.default_rng(seed)
     labels = np.repeat([1.0, 0.0], num_samples)
@@ -333,8 +333,9 @@ class Arm:
         tasks: Sequence[Task],
         numbers: range = range(1),
     ) -> tuple[list[ServerAnswer], Drafts | None]:
-        """Answers in order, to each task by a seed for each number, and their drafts: as they
-        report them, else as the server counts, with other clients' requests; None if neither does.
+        """Answers in order, to each task by a seed for each number, and their drafts: as reported
+        in the answers, else as the server counts, other clients' included; None if neither is
+        known.
         """
         before, slots = await read_counters(self.client), asyncio.Semaphore(config.concurrency)
         requests = list(product(tasks, numbers))
@@ -348,14 +349,14 @@ class Arm:
         found = await asyncio.gather(*(answer(at, *one) for at, one in enumerate(requests)))
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
-        told = [answer.drafts for answer in found if answer.drafts is not None]
-        drafted, accepted = sum(one[0] for one in told), sum(one[1] for one in told)
+        reported = [answer.drafts for answer in found if answer.drafts is not None]
+        drafted, accepted = sum(one[0] for one in reported), sum(one[1] for one in reported)
         if self.fields != PLAINLY:  # eyas' answers do not report drafts from text
             rounds, num, nodes = drafts_of(counted)
             drafted, accepted = max(drafted, rounds, nodes), max(accepted, num)
         # vLLM counts drafts from its start on, where it speculates
-        is_told = told or drafted or (counted and self.facts.kind == "vllm")
-        return found, (drafted, accepted) if is_told else None
+        is_known = reported or drafted or (counted and self.facts.kind == "vllm")
+        return found, (drafted, accepted) if is_known else None
 
 
 async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet) -> tuple[str, str]:

@@ -129,10 +129,10 @@ def window_of(
     counted: Mapping[str, Counters],
     since_start: Mapping[str, Counters],
 ) -> WatchWindow | None:
-    """The window of servers' counters in it, and since their start, by address. Servers that
-    drafted nothing in the window are left out; None where none drafted. Raises EyasError where one
-    never drafted, CorruptError where one counts what cannot be, MismatchError for different sizes
-    of drafts, or a size that the card lacks.
+    """The window, from servers' counters in it and since their start, by address. Servers without
+    drafts in the window are left out; None where none drafted. Raises EyasError where one never
+    drafted, CorruptError where one counts what cannot be, MismatchError for different sizes of
+    drafts, or a size that the card lacks.
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
@@ -174,17 +174,17 @@ def window_of(
 
 def refuse_impossible(url: str, counted: Counters) -> None:
     """Raises CorruptError for counters that no rounds of drafts have: not a number, below zero, or
-    more accepted than was drafted.
+    more accepted than drafted.
     """
     read = {name: n for name, n in counted.items() if name.startswith(("spec_", *ONLY_UP))}
-    told = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")
-    rounds = rounds_of({} if told else counted)
+    impossible = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")
+    rounds = rounds_of({} if impossible else counted)
     nodes, accepted = rounds.get("nodes_mean", 0.0), rounds.get("tau", 1.0) - 1
     if nodes and accepted > nodes * (1 + SIZE_APART):
-        told = f"tau {accepted + 1:.2f} of {nodes:.1f} drafts a round"
-    if told:
+        impossible = f"tau {accepted + 1:.2f} of {nodes:.1f} drafts a round"
+    if impossible:
         raise CorruptError(
-            f"{url}/metrics counts what cannot be: {told}",
+            f"{url}/metrics counts what cannot be: {impossible}",
             "look at the server, or at what stands between: another one's counters, or two added",
         )
 

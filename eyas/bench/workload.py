@@ -7,7 +7,7 @@ A file holds JSON lines in any of three shapes:
     {"question_id", "category", "turns": [...]}                   Spec-Bench
 
 Each gives one request: the user's turns before the assistant's first answer. Later turns are left
-out (Task.is_cut).
+out (Task.is_cut). An id may have any name that `eyas prompts` knows; else it is the row's number.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import fsspec
 
 from eyas.builtin import BUILTIN, packaged_prompts
 from eyas.client import unbroken
+from eyas.data.shapes import ID_KEYS
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.records import Message
 
@@ -103,7 +104,7 @@ def task_of(row: Any, number: int, url: str) -> Task:
             f"{url} row {number} has no user turn",
             'give rows with "turns", a list of texts, or with "messages"',
         )
-    prompt_id = row.get("id", row.get("question_id", number))
+    prompt_id = next((row[key] for key in ID_KEYS if row.get(key) is not None), number)
     num_turns = len(row["turns"]) if row.get("turns") else _num_user_turns(row["messages"])
     category = str(row.get("category", row.get("source", "")))
     return Task(str(prompt_id), category, tuple(messages), num_turns > _num_user_turns(messages))
@@ -114,8 +115,8 @@ def _num_user_turns(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _first_turns(row: dict[str, Any]) -> list[Message]:
-    """System messages, and the user's turns before the first answer. An opening by the assistant
-    is left out.
+    """System messages, and the user's turns before the first answer, without an opening by the
+    assistant.
     """
     if row.get("turns"):
         system: list[Message] = (

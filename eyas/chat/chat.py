@@ -31,7 +31,7 @@ class Chat:
     """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files
     only).
 
-    `date`: what a template prints as today's; None is the clock. Data stages fix it, or the same
+    `date`: printed by templates as today's; None is the clock. Data stages fix it, or the same
     conversation would have other tokens tomorrow. `options`: variables of the template
     (enable_thinking). `tokens`: the folder's tokenizer, where it is loaded already.
 
@@ -77,7 +77,7 @@ class Chat:
 
     @property
     def needs_a_date(self) -> bool:
-        """True when the template may print today's date and no date is fixed."""
+        """Whether the template may print today's date and no date is fixed."""
         return self._template.needs_a_date
 
     # Messages to tokens
@@ -133,8 +133,8 @@ class Chat:
         """Prompt and answer of a conversation that eyas did not generate: `prompt_ids` of the
         messages before the last, then that answer's tokens and the token that ends it.
 
-        The template has to render the whole as that prompt, the answer's `content` as it is, and an
-        end token. Raises TemplateError where it renders something else, and where nothing says
+        The template has to render the whole as that prompt, the answer's unchanged `content`, and
+        an end token. Raises TemplateError where it renders something else, and where nothing says
         which tokens the target wrote: reasoning, calls, a control token's name.
         """
         with self._named_problems():
@@ -207,11 +207,11 @@ class Chat:
     # Tokens to text
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; special tokens are left out, everything else is kept as it is."""
+        """The text of tokens; special tokens are left out, everything else is kept."""
         return self._tokens.decode(ids)
 
     def has_control(self, ids: Iterable[int]) -> bool:
-        """Whether any of the tokens is a control token: `decode` leaves it out."""
+        """Whether any of the tokens is a control token, which `decode` leaves out."""
         return not self._tokens.control_ids.isdisjoint(ids)
 
     def stream(self) -> TextStream:

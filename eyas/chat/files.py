@@ -1,4 +1,4 @@
-"""A target's tokenizer and chat templates as its folder holds them, in Hugging Face's form.
+"""A target's tokenizer and chat templates from its folder, in Hugging Face's form.
 
 tokenizer.json is the tokenizer; tokenizer_config.json names special tokens and may add some, as
 special_tokens_map.json and added_tokens.json of older folders do. transformers 5 drops rules of
@@ -110,13 +110,13 @@ def _read(folder: Path) -> TokenizerFiles:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's object; an empty one where there is no file."""
+    """A file's object; empty without a file."""
     read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return read
 
 
 def _token(value: str | Mapping[str, Any], special: bool = False) -> AddedToken:
-    """A token as config files write it: its name, or its name and how it is found in a text."""
+    """A token as config files write it: its name, or its name with its flags."""
     fields = {"content": value} if isinstance(value, str) else dict(value)
     fields.pop("__type", None)
     return AddedToken(**{"special": special, **fields})

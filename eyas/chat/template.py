@@ -1,5 +1,4 @@
-"""The target's chat template: messages to text, as transformers and servers render it, on a day
-that can be fixed.
+"""The target's chat template: messages to text, as transformers and servers render it.
 
 A template that prints today's date prints the given day, at midnight; without one the clock, as a
 server does.
@@ -19,7 +18,7 @@ import jinja2
 from eyas.chat.environment import TooMuch, rendered, unset_names
 from eyas.errors import TemplateError, template_hint
 
-FAULTS = (  # what a template may raise
+FAULTS = (  # exceptions of templates
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, MemoryError, RecursionError),
 )
@@ -27,7 +26,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messa
 _CLOCK = "strftime_now"
 # variables that each rendering is given, here or by servers
 _GIVEN = {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
-# what of strftime a day fixes
+# codes of strftime that depend on the day alone
 _CODES = {*"%aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy")}
 _CODE = re.compile(r"%(-?.)")
 
@@ -46,9 +45,9 @@ class Template:
     """A target's chat template. templates: sources by name, "default" and perhaps "tool_use";
     special_tokens: variables of it (bos_token); date: printed for today; options: more variables.
 
-    plain: the source for conversations without tools. options: the names of variables that it reads
-    and neither sets nor is given. probe_tools: to examine it with; None where
-    it takes conversations without any. Raises TemplateError: there is none.
+    plain: the source for conversations without tools. options: names of variables that it reads and
+    neither sets nor is given. probe_tools: to examine it with; None where it takes conversations
+    without any. Raises TemplateError: there is none.
     """
 
     probe_tools: list[dict[str, Any]] | None = None
@@ -84,7 +83,7 @@ class Template:
 
     @property
     def needs_a_date(self) -> bool:
-        """True when its output may depend on the day, and none is given."""
+        """Whether its output may depend on the day, and none is given."""
         return self._date is None and _CLOCK in self.plain + self._with_tools
 
     def render(
@@ -137,7 +136,7 @@ class Template:
         return TemplateRefusal(f"{where} refuses a conversation: {error}", hint)
 
     def _probe_tools(self) -> list[dict[str, Any]] | None:
-        """Tools for a template that refuses every conversation without any (Hermes); None too for
+        """Tools for a template that refuses every conversation without any (Hermes); None also for
         one that refuses both.
         """
         for tools in (None, _TOOLS):
@@ -148,9 +147,9 @@ class Template:
 
 
 def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's form as servers (vLLM, SGLang) hand it to a chat template: no content
-    is an empty text, arguments of calls are objects, an empty list of calls and what else is null
-    is not there, and a reasoning is there under all of its names.
+    """A message in OpenAI's form as servers (vLLM, SGLang) give it to a chat template: content null
+    is an empty text, arguments of calls are objects, an empty list of calls and other nulls are
+    left out, and a reasoning stands under all of its names.
     """
     content = message.get("content")
     filled = {**message, "content": "" if content is None else content}
@@ -158,17 +157,16 @@ def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
         name: value for name, value in filled.items() if name not in REASONING and value is not None
     }
     if calls := served.pop("tool_calls", None):
-        served["tool_calls"] = [_call_as_served(call) for call in calls]
+        served["tool_calls"] = []
+        for call in calls:
+            called = call.get("function", call)
+            function = {**called, "arguments": _as_object(called.get("arguments"))}
+            own = {**call, "function": function} if "function" in call else function
+            served["tool_calls"].append(own)
     reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
     if not reasoning:
         return served
     return {"thinking": reasoning, **served} | dict.fromkeys(REASONING[:2], reasoning)
-
-
-def _call_as_served(call: Mapping[str, Any]) -> dict[str, Any]:
-    called = call.get("function", call)
-    function = {**called, "arguments": _as_object(called.get("arguments"))}
-    return {**call, "function": function} if "function" in call else function
 
 
 def _as_object(arguments: Any) -> Any:

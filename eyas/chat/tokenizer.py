@@ -1,10 +1,11 @@
 """The target's tokenizer: text to tokens, and tokens to text, streamed too.
 
-A control token is one that the tokenizer marks as special. A user's `<end of turn>` is not read as
-one: messages are `shielded` before they go into the template, by a Unicode non-character inside the
-name of each control token. Those that are whole behind it are the template's own: they get other
-names, the shields go, and a tokenizer that knows control tokens by those names alone takes all the
-rest for plain text. Added tokens that are not special (a thinking tag, say) are words like others.
+A control token is one that the tokenizer marks as special. A user's `<end of turn>` must not be
+read as one: messages are `shielded` before they go into the template, by a Unicode non-character
+inside the name of each control token. Names that are whole in the rendered text are the template's
+own: they get other names, the shields are removed, and a tokenizer that knows control tokens by
+those names alone takes all the rest for plain text. Added tokens that are not special (a thinking
+tag, say) are ordinary words.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MANY_PENDING = 32  # tokens without a whole character: no longer a character's 
 
 class TemplateProblem(Exception):
     """What is wrong with a template or a text, as the end of a sentence that begins with "the chat
-    template", and what else to do than mend it. Chat raises it as a TemplateError.
+    template", and a hint. Chat raises it as a TemplateError.
     """
 
     def __init__(self, what: str, hint: str = "") -> None:
@@ -52,8 +53,8 @@ class ShieldedText:
 
 
 def encoded(backend: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
-    """The tokens of a text. One text keeps all other threads from running (a second for 500 KB), a
-    batch does not; it starts threads, so short texts are no batch.
+    """The tokens of a text. A single text blocks all other threads (a second for 500 KB), a batch
+    does not, but starts threads: only long texts are batches.
     """
     if len(text) < LONG_TEXT:
         return backend.encode(text, add_special_tokens=add_special_tokens)
@@ -133,17 +134,18 @@ class TargetTokenizer:
 
     @cached_property
     def _meant(self) -> dict[int, int]:
-        """The ids of stand-ins, and those of the control tokens that they stand in for."""
+        """Control tokens by the ids of their stand-ins."""
         made, known = self._plain_backend.get_vocab(), self.backend.get_vocab()
         return {made[stand_in]: known[name] for name, stand_in in self._stand_ins.items()}
 
 
 class TextStream:
-    """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
+    """Text as tokens arrive: the results of `push` and `finish`, joined, are `decode` of all
+    tokens.
 
     Only the tokens since the last text but one are decoded again. Bytes that never become a
-    character are returned as soon as the tokens after them cannot change them; `tokenizers`' own
-    DecodeStream keeps them, and has no end at which it gives back what waits.
+    character are returned once later tokens cannot change them; `tokenizers`' own DecodeStream
+    keeps them, and has no end at which it returns what waits.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -238,7 +240,7 @@ def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
 
 
 def _end_tokens(folder: Path, fallback: int | None) -> tuple[int, ...]:
-    """Where an engine looks for them: generation config, config, tokenizer."""
+    """In the order of engines: generation config, config, tokenizer."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

@@ -17,16 +17,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from eyas import __version__
-from eyas.bench.machine import cpu_field
 from eyas.builtin import demo_prompts, head_folder, smollm2_file, smollm2_head_folder, target_folder
-from eyas.cores import cores
+from eyas.cores import cores, processor
 from eyas.errors import MissingInputError
 from eyas.model import library
 from eyas.model.speed import measured
 from eyas.model.threads import num_threads
 
 REQUIRED = ("numpy", "tokenizers", "llguidance", "pydantic", "fsspec", "gguf")
-TRAINING = ("torch", "transformers", "zstandard")  # what eyas[train] brings
+TRAINING = ("torch", "transformers", "zstandard")  # libraries of eyas[train]
 OPTIONAL = {
     "torch": "training and capture: eyas[train]",
     "transformers": "architectures without kernels of our own: eyas[train]",
@@ -44,12 +43,19 @@ Row = tuple[str, str, str]
 
 def command() -> None:
     """Print what one can do on this machine; then devices, stores, models and versions."""
-    for ability in _abilities():
-        print(ability)
+    why = library.unavailable()
+    lacks = [name for name in TRAINING if importlib.util.find_spec(name) is None]
+    print("You can clean prompts and measure servers: eyas prompts, bench, verify, watch")
+    print(f"You cannot serve: {why}" if why else "You can serve on this CPU: eyas serve, generate")
+    print(
+        f"You cannot train: {', '.join(lacks)} missing, eyas[train]"
+        if lacks
+        else "You can train: eyas capture, train, eval, export, run, demo"
+    )
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
     threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
     devices = [
-        ("processor", cpu_field("model name") or platform.machine(), ""),
+        ("processor", processor() or platform.machine(), ""),
         ("cores", str(os.cpu_count()), threads),
         *_native(),
         *_pytorch(),
@@ -59,18 +65,6 @@ def command() -> None:
             table.add_row(*map(escape, row))
         table.add_section()
     Console().print(table)
-
-
-def _abilities() -> list[str]:
-    why = library.unavailable()
-    lacks = [name for name in TRAINING if importlib.util.find_spec(name) is None]
-    return [
-        "You can clean prompts and measure servers: eyas prompts, bench, verify, watch",
-        f"You cannot serve: {why}" if why else "You can serve on this CPU: eyas serve, generate",
-        f"You cannot train: {', '.join(lacks)} missing, eyas[train]"
-        if lacks
-        else "You can train: eyas capture, train, eval, export, run, demo",
-    ]
 
 
 def _versions() -> list[Row]:

@@ -37,11 +37,11 @@ from eyas.serve.server import ServeConfig
 from eyas.settings import Settings
 from eyas.train.trainer import TrainConfig
 
-SHARED = 0.88  # of a GPU's memory, for all servers that share it
-FULL = 0.8  # of what is free, for the weights of a process: the rest is cache and graphs
+SHARED = 0.88  # part of a GPU's memory for all servers on it
+FULL = 0.8  # part of the free memory for a process's weights; the rest is cache and graphs
 POLL_S, PATIENCE_S, STOP_S = 0.5, 1800.0, 90.0  # a large model loads for minutes
 LOG_TAIL = 2000  # characters shown of the log of a server that ended
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal for a process whose parent ends
+PR_SET_PDEATHSIG = 1  # prctl's option: the signal that a process gets when its parent ends
 # those that give the token ids of answers; SGLang gives hidden states from 0.5.23 on
 LEAST_VERSIONS = {EngineName.SGLANG: (0, 5, 17), EngineName.VLLM: (0, 11, 0)}
 

@@ -102,9 +102,9 @@ def _for_user(error: Exception, command: str) -> EyasError:
     """What a command lacks: a library, memory, or room on a disk. Raises any other error."""
     if isinstance(error, EyasError):
         return error
-    told = str(error).partition("\n")[0]
-    if isinstance(error, MemoryError) or NO_MEMORY.search(told):
-        what = f"no memory is left: {told}".removesuffix(": ")
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or NO_MEMORY.search(reason):
+        what = f"no memory is left: {reason}".removesuffix(": ")
         hint = "give the process more, or take a smaller model or smaller batches"
         return InputError(what, hint)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

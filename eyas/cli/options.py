@@ -173,7 +173,7 @@ def with_flags(kind: type[BaseModel]) -> Callable[[Callable[..., None]], Callabl
                 parameters += [_parameter(*one) for one in shared.items()]
             else:
                 parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
-        # what typer reads
+        # typer reads these
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
         return wrapped

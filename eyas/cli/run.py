@@ -422,7 +422,7 @@ def serve_and_bench(
     on GPUs verify it; no server starts when that is done already.
     """
     start = config.train.start
-    # of a server's settings all but places count for what is measured on it
+    # settings of a server that do not affect what is measured on it
     places = {"target", "head", "host", "port", "model"}
     kept = config.serve.model_dump(mode="json", exclude=places)
     if config.gpus is not None:

@@ -10,7 +10,7 @@ from eyas.artifact import Artifact
 from eyas.bench.machine import has_gpu
 from eyas.log import Track, console, progress_bar
 
-IDENTITY_DIGITS = 8  # of a folder's name
+IDENTITY_DIGITS = 8  # in a folder's name
 WARNINGS = ("warnings", "placeholders")  # lists in a manifest's facts
 
 

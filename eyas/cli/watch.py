@@ -20,7 +20,7 @@ from eyas.errors import MissingInputError
 from eyas.hub import locate
 
 STALE = 3  # exit code; 1 and 2 are errors
-LEAST_REQUESTS = 30  # of a window: its tau is taken to be normally distributed
+LEAST_REQUESTS = 30  # in a window, for a tau that is nearly normally distributed
 POLL_S, TIMEOUT_S = 5.0, 30.0
 
 

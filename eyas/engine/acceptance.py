@@ -3,11 +3,10 @@
     conditional  P(candidate drawn | its parent drawn)
     path         product of the conditionals from the root: never above the parent's
 
-A candidate is judged when its parent was drawn, verified or not: the next token drawn says which
-child it was, if any. A head is too sure of itself, or not sure enough, by the ratio of drawn to
-expected candidates, counted by depth; before a depth is counted, by that of all depths. A candidate
-of text is believed by the counts of its kind of match; where the head proposes the same token, one
-of the two has to be right.
+A candidate is judged when its parent was drawn, verified or not: the next drawn token says which
+child it was, if any. A head is over- or underconfident by the ratio of drawn to expected
+candidates, counted by depth (before that, over all depths). A candidate of text has the probability
+of its kind of match; where the head proposes the same token, one of the two has to be right.
 
 Letters: B requests with candidates, C candidates of each, D the longest answer of the round, K
 draft steps.
@@ -23,9 +22,9 @@ import numpy as np
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS
 from eyas.model.rows import HEAD, TEXT, Proposals
 
-BELIEF = 10.0  # candidates that the first belief counts as
-MEMORY = 0.9995  # part of the counts that is kept from one round to the next
-LARGEST = 0.995  # probability that is believed
+BELIEF = 10.0  # weight of the first belief, in candidates
+MEMORY = 0.9995  # decay of the counts in a round
+LARGEST = 0.995  # probability
 SOURCES = ("head", "text", "both")
 
 _FIRST_OF_TEXT = np.repeat(FIRST_ACCEPTANCE, 2)  # by kind
@@ -33,9 +32,9 @@ _FIRST_OF_TEXT = np.repeat(FIRST_ACCEPTANCE, 2)  # by kind
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of a round's candidates: above int64 [B, C], the place of each one's parent in an array
-    [B, C + 1] whose last column is the root; own [B, C], the draft's conditional, and paths
-    float64 [B, C], the calibrated path probabilities.
+    """Of a round's candidates: above int64 [B, C], each one's parent as a place in an array [B, C +
+    1] whose last column is the root; own [B, C], the draft's conditional; paths float64 [B, C], the
+    calibrated path probabilities.
     """
 
     above: np.ndarray
@@ -44,9 +43,8 @@ class Calibration:
 
 
 class Acceptance:
-    """expected, drawn: float64 [K], the head's candidates that were judged. text_judged,
-    text_drawn: float64 [NUM_KINDS], those of text. A round asks for what follows from them several
-    times, so that it is kept until they change.
+    """expected, drawn: float64 [K], judged candidates of the head. text_judged, text_drawn: float64
+    [NUM_KINDS], those of text. What follows from them is cached until they change.
     """
 
     def __init__(self, num_draft_steps: int) -> None:
@@ -91,9 +89,8 @@ class Acceptance:
     def observe(
         self, proposals: Proposals, calibration: Calibration, emitted: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Count a round. emitted: the tokens of each request.
-
-        Returns how many accepted drafts were of each of SOURCES.
+        """Count a round. emitted: the tokens of each request. Returns how many accepted drafts came
+        from each of SOURCES.
         """
         kinds, depths = proposals.kinds, proposals.depths
         judged, drawn, accepted = judge(proposals, calibration.above, emitted)
@@ -123,10 +120,9 @@ class Acceptance:
 
 
 def along_paths(own: np.ndarray, above: np.ndarray, longest: int) -> np.ndarray:
-    """Products [B, C] over each candidate's path from the root of what is its own, [B, C]: numbers,
-    or bools of which all have to be true. above: of `Calibration`. longest: as deep as a path goes.
-
-    Each step doubles how much of its path a candidate has multiplied up.
+    """Products [B, C] over each candidate's path from the root of its own values [B, C]: numbers,
+    or bools that all have to be true. above: of `Calibration`. longest: the depth of the longest
+    path. Each step doubles the multiplied part of a path.
     """
     B, C = own.shape
     paths, jump = _with_root(own, 1), np.empty((B, C + 1), dtype=np.int64)
@@ -142,8 +138,8 @@ def along_paths(own: np.ndarray, above: np.ndarray, longest: int) -> np.ndarray:
 def judge(
     proposals: Proposals, above: np.ndarray, emitted: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """bool [B, C] three times: candidates whose parent was drawn, those drawn themselves, and the
-    accepted drafts among them: all but a request's last token, which the target adds.
+    """Three bool [B, C]: candidates whose parent was drawn, those drawn themselves, and of these
+    the accepted drafts: all but a request's last token, which the target adds.
     """
     lengths = [len(row) for row in emitted]
     depth, longest = int(proposals.depths.max()), max(lengths)
@@ -151,7 +147,7 @@ def judge(
     for b, row in enumerate(emitted):
         emitted_BD[b, : len(row)] = row
     following = emitted_BD[:, proposals.depths - 1]
-    # what lies deeper than an answer goes was not drawn, whatever is above it
+    # candidates deeper than the answer were not drawn
     follows = proposals.tokens == following
     if proposals.sources is not None:
         follows &= proposals.sources > 0

@@ -6,7 +6,7 @@
     extend(R)   the draft's catch-up on R tokens
     enter(R)    the draft's entries of R tokens from which nothing is drafted
 
-`measure` knows numbers of rows and a clock only; `RoundWork` is the work of real models.
+`measure` knows numbers of rows and a clock; `RoundWork` is the work of real models.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eyas.artifact import cache_folder
+from eyas.cores import processor
 from eyas.engine.draft import Draft
 from eyas.model.library import build
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots, RowArrays, rows_of, slots_of
@@ -34,33 +33,30 @@ from eyas.model.target import Target
 from eyas.model.threads import num_threads
 from eyas.model.weights import keep
 
-# A draft that lacks at most so many entries makes them in one call with the root's; of more, all
-# but the root's are made in a call of their own, which computes no outputs.
+# Up to this many missing entries are made in one call with the root's; more are made before it, in
+# a call that computes no outputs.
 AT_ONCE = 8
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-MOST_PAGES = 1024  # pages of a cache that the timed work spreads over
+MOST_PAGES = 1024  # of a cache, used by the timed work
 TYPICAL_LENGTH = 200  # columns that a row sees
-NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's levels
-# a table this much slower than the machine is now was measured on a busy one, or by older code
-STALE = 1.5
+NUM_LEVELS = 4  # timed together, as one call grows a tree's levels
+STALE = 1.5  # a table this much slower than the machine was measured on a busy one
 
 _FORMAT = 4
-_DENSE = 1024  # rows of a curve's table, at least: behind the table a curve is straight
+_DENSE = 1024  # rows of a curve's table, at least
 _FEW = 16
 _WORKS = ("target", "decode", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
 
 class Curve:
-    """Milliseconds over rows: linear between the measured points, flat before the first, straight
-    on behind the last.
+    """Milliseconds over rows: linear between measured points, flat before the first, straight
+    behind the last.
     """
 
     def __init__(self, rows: Sequence[int], ms: Sequence[float]) -> None:
-        """rows ascending, at least two; ms of any order: noise that makes more rows cheaper is
-        smoothed away.
-        """
+        """rows: ascending, at least two. ms: smoothed where noise makes more rows cheaper."""
         is_ascending = len(rows) == len(ms) > 1 and all(a < b for a, b in pairwise(rows))
         if not (is_ascending and all(math.isfinite(value) and value >= 0 for value in ms)):
             raise ValueError("a curve needs two points or more, of ascending rows and finite costs")
@@ -72,7 +68,7 @@ class Curve:
         self._table: list[float] = self.dense.tolist()
 
     def __call__(self, rows: int) -> float:
-        """0 for no rows: what is not run costs nothing."""
+        """0 for no rows."""
         if rows <= 0:
             return 0.0
         return self._table[rows] if rows < len(self._table) else self._at(rows)
@@ -106,11 +102,11 @@ class CostTable:
     enter: Curve
 
     def forward(self, num_requests: int, rows: int) -> float:
-        """One target forward of so many rows of so many requests."""
+        """One target forward of `rows` rows of several requests."""
         return self.target(rows) + self.prefixes(num_requests)
 
     def prefixes(self, num_requests: int) -> float:
-        """What the prefixes of so many requests take in place of one's."""
+        """Extra time of several requests' prefixes over one's."""
         return max(0.0, self.decode(num_requests) - self.target(num_requests))
 
     def forwards(self, num_requests: int, max_nodes: int) -> np.ndarray:
@@ -133,8 +129,8 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
-    """All that the costs depend on. target: its fingerprint; head: its shape; tree_topk: proposals
-    of a step; processor: its name in the system; native: the library's build.
+    """All that the costs depend on. target: fingerprint; head: shape; tree_topk: proposals of a
+    step; processor: name; native: the library's build.
     """
 
     target: str
@@ -168,13 +164,12 @@ def measure(
     budget_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Time the table's five kinds of work, in its order, at these numbers of rows, ascending, in
+    """Time the table's five kinds of work, in its order, at these ascending numbers of rows, in
     about `budget_s`. Each call returns when its work is done.
 
-    One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one
-    sample of each instead of all samples of one. The second fastest counts: whatever else runs on
-    the machine only ever adds. Points that do not fit into half the budget are left out: the curve
-    goes straight on.
+    One call each warms up. Repeats go over all points in turn, so that a slow moment spoils one
+    sample of each. The second fastest counts, since other programs only add time. Points that do
+    not fit into half the budget are left out.
     """
     samples: list[list[list[float]]] = []  # point, work, repeat
 
@@ -196,7 +191,7 @@ def measure(
         for rows, point in zip(points, samples, strict=False):
             for work, times in zip(works, point, strict=True):
                 if rows <= _FEW:
-                    # its weights are in the caches then, as they are from round to round
+                    # brings its weights into the caches, as the round before would
                     work(rows)
                 times.append(timed(work, rows))
     seconds = [[sorted(times)[1] for times in point] for point in samples]
@@ -210,8 +205,8 @@ def kept_or_measured(
 ) -> CostTable:
     """The table kept for this identity, or one measured now, and kept.
 
-    A file that cannot be read or is of an older form is as good as none, and so is one that
-    `is_stale`. A folder that cannot be written costs the next start two seconds, no more.
+    A file that cannot be read, has another format or is `is_stale` is measured again. A folder that
+    cannot be written only costs the next start two seconds.
     """
     path = cache_folder("costs") / f"{identity.key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -224,16 +219,14 @@ def kept_or_measured(
 
 
 def round_costs(work: RoundWork) -> CostTable:
-    """The cost table of these models: kept from an earlier start on the same machine, or measured
-    now, in about two seconds.
-    """
+    """The cost table of these models: kept from an earlier start, or measured in two seconds."""
     target = work.target
     identity = CostIdentity(
         target=target.fingerprint,
         head=work.draft.config.model_dump_json() if work.draft is not None else "none",
         tree_topk=work.tree_topk,
         dtype=target.precision,
-        processor=processor_name(),
+        processor=processor(),
         threads=num_threads(),
         native=build(),
     )
@@ -242,19 +235,9 @@ def round_costs(work: RoundWork) -> CostTable:
     )
 
 
-def processor_name() -> str:
-    """As the system names it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
-
-
 class RoundWork:
-    """What is timed: each method does its work for a number of rows, behind prefixes of a typical
-    length. It writes into pages, so it runs before any request holds one.
+    """The timed work: each method works on a number of rows behind prefixes of typical length. It
+    writes into pages, so it runs before any request holds one.
     """
 
     def __init__(
@@ -265,8 +248,8 @@ class RoundWork:
         cache: PagedCache,
         drafts: tuple[PagedCache, FeatureCache] | None,
     ) -> None:
-        """cache: the target's. drafts: where the draft's entries and their features lie. Without a
-        draft its work costs nothing.
+        """cache: the target's. drafts: the draft's entries and their features. Without a draft its
+        work costs nothing.
         """
         assert (draft is None) == (drafts is None)
         self.target, self.draft, self.tree_topk = target, draft, tree_topk
@@ -288,7 +271,7 @@ class RoundWork:
     def forward(self, M: int) -> None:
         column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
         nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
-        # where the prefix ends: behind it a chunk may begin, of which a row would see nothing
+        # positions at the prefix's end: behind it a chunk of attention may begin, without prefix
         self._forward((nothing, nothing, prefix - 1, column, prefix, nothing), self._table)
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
@@ -297,7 +280,7 @@ class RoundWork:
         self.target.forward(rows, self._cache, taps).best.tolist()
 
     def decode(self, B: int) -> None:
-        """Requests beyond those that the cache has room for read the pages of others."""
+        """Requests beyond the room of the cache read the pages of others."""
         size = self._cache.page_size
         own = min(self._length // size + 1, self._table.shape[1])
         starts = np.arange(B) * own % (self._table.shape[1] - own + 1)
@@ -316,7 +299,7 @@ class RoundWork:
         self.draft.proposals(h[-1:], self.tree_topk)[0].tolist()
 
     def enter(self, M: int) -> None:
-        """Of a prompt: consecutive columns of one request."""
+        """Consecutive columns of one request, as of a prompt."""
         assert self.draft is not None
         assert self._drafts is not None
         last = min(max(self._length, M), self._num_slots - 1)
@@ -324,12 +307,12 @@ class RoundWork:
         self.draft.enter(Roots([last], [last - M + 1], [0] * M, self._table), *self._drafts)
 
     def steps(self, R: int) -> None:
-        """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
+        """NUM_LEVELS levels of trees: R rows each, k to a request."""
         assert self.draft is not None
         assert self._drafts is not None
         k = self.tree_topk
         B = max(1, R // k)
-        if B not in self._roots:  # what the trees grow from; not part of what is timed
+        if B not in self._roots:  # the roots of the trees are not timed
             h = np.zeros((B, self.draft.config.hidden_size), np.float32)
             self._roots[B] = h, self.draft.proposals(h, k)
         h, first = self._roots[B]

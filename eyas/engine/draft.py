@@ -1,4 +1,4 @@
-"""A draft head on its target, for inference: whether it fits, and what it takes of the target."""
+"""A draft head on its target, for inference: whether it fits, and what it shares."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def check_branches(config: HeadConfig, speculation: Speculation) -> None:
 
 
 def check_place(config: HeadConfig, served: HeadConfig) -> None:
-    """Raise MismatchError unless a head can go on from the caches of the served one, at the costs
-    that were measured with it: it has the same taps and sizes.
+    """Raise MismatchError unless a head can take over the caches and the measured costs of the
+    served one: it has the same taps and sizes.
     """
     for name in (*DecoderConfig.model_fields, "draft_vocab_size", "taps"):
         if (own := getattr(config, name)) != (there := getattr(served, name)):
@@ -60,10 +60,7 @@ class Draft(NativeDraft):
     """A head on its target: shares the target's embeddings and dtype."""
 
     def __init__(self, config: HeadConfig, tensors: Arrays, target: HeadTarget) -> None:
-        """tensors: as `read_head` gives them.
-
-        Raises MismatchError if the head was made for another target.
-        """
+        """tensors: of `read_head`. Raises MismatchError if the head was made for another target."""
         check_head(config, target.config, target.lm_head_sha256)
         if config.head_dim > MAX_HEAD_DIM:
             raise MismatchError(

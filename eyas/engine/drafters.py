@@ -1,6 +1,6 @@
 """Who proposes tokens: the head, and text that has the same last tokens.
 
-    TextDrafter.propose(sample) -> chains           a look-up, at no cost: before a round is planned
+    TextDrafter.propose(sample) -> chains           a free look-up, before a round is planned
     HeadDrafter.propose(samples, plan) -> trees     a model, where the plan says that it pays
     merged(trees, chains) -> trees                  what both propose, each candidate once
 
@@ -13,9 +13,8 @@ The head keeps an entry, its key and value, for each column of the target's cach
     draft     [ e_1 .. e_{m-1} ]     m = draft_len; a tree needs those up to column n, the root's
 
 The entry of column c is computed from the feature of column c - 1 and the token of column c. After
-a verify the head lacks the entries m .. n of what was accepted and of the new root. It is extended
-over all of them in the forward that proposes the next tree: one call gives the entries and the
-root's output, and a sample that does not draft for a while costs nothing until it does.
+a verify the head lacks the entries m .. n, of what was accepted and of the new root. One forward
+makes them and proposes the next tree, so a sample that does not draft costs nothing until it does.
 
 Letters: B samples, C candidates.
 """
@@ -48,8 +47,7 @@ class DraftError(Exception):
     """The head has given something that is no draft."""
 
 
-# What a head may raise. Others, such as an index out of range, are faults of the engine, after
-# which nothing is trusted.
+# What a head may raise; other errors are faults of the engine, after which nothing is trusted.
 HEAD_FAULTS = (DraftError, ArithmeticError, MemoryError, RuntimeError, ValueError)
 
 
@@ -57,7 +55,7 @@ class HeadDrafter:
     """The head's trees, its cache of entries, and the target's features that they are made of.
 
     Entries of a full page belong to its tokens, as keys and values do: `PagePool.is_drafted` says
-    which pages have them all, so that a request that reuses a prefix reuses its entries too.
+    which pages have them all, so a reused prefix brings its entries along.
     """
 
     def __init__(
@@ -68,13 +66,12 @@ class HeadDrafter:
         self._sizes, self._pool = sizes, pool
 
     def propose(self, samples: Sequence[RunningSample], plan: RoundPlan) -> Proposals:
-        """Extend the draft over accepted tokens and roots, and grow trees (`Draft.grow`).
-
-        Raises DraftError for scores that are no numbers, and what the draft raises (HEAD_FAULTS).
+        """Extend the draft over accepted tokens and roots, and grow trees (`Draft.grow`). Raises
+        DraftError for scores that are no numbers, and what the draft raises (HEAD_FAULTS).
         """
         if not samples:
             return NOTHING
-        # where many entries lack, only the root's needs outputs: the others take half the time
+        # many missing entries are made without outputs, in half the time
         self.extend([sample for sample in samples if sample.num_missing > AT_ONCE])
         roots = self._missing(samples, [sample.num_cached for sample in samples])
         growth = Growth(self._sizes.num_draft_steps, self._sizes.tree_topk, plan.width)
@@ -123,7 +120,7 @@ class TextDrafter:
         return [chain for chain in (sample.text.chain(), recent) if chain is not None]
 
     def remember(self, sample: RunningSample) -> None:
-        """An answer that has ended, for requests of the same salt."""
+        """Keep an ended answer for requests of the same salt."""
         if sample.request.text_drafts:
             answer = sample.tokens[len(sample.request.prompt_ids) :]
             self.recent.add(sample.request.cache_salt, answer)
@@ -135,8 +132,8 @@ def merged(
     """The head's proposals and text's chains: one trie of candidates for each sample.
 
     lines: for each of the B samples, the head's line of it, -1 for none. chains: of each sample;
-    earlier ones have the say about a candidate's kind. A token that both propose at the same place
-    is one candidate.
+    the earlier one decides a candidate's kind. A token that both propose at one place is one
+    candidate.
     """
     C, num_chains = head.tokens.shape[1], max(map(len, chains))
     depth = max((len(chain.tokens) for own in chains for chain in own), default=0)
@@ -172,9 +169,8 @@ def with_text(
     growing: Sequence[RunningSample],
     head: Proposals,
 ) -> tuple[list[RunningSample], Proposals]:
-    """The samples that have candidates of the head or of text, and all of these.
-
-    chains: of each sample in `able`. growing: the samples that the head's proposals are of.
+    """The samples with candidates of the head or of text, and all these candidates. chains: of each
+    sample in `able`. growing: the samples of the head's proposals.
     """
     lines = {sample: line for line, sample in enumerate(growing)}
     both = [

@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out. One thread owns an engine.
 
-step    schedule a job -> run it (`rounds.py`) -> settle it
+step schedule a job -> run it (`rounds.py`) -> settle it
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from eyas.settings import Flag
 from eyas.tau import count_round, tau_of
 
 log = logging.getLogger("eyas.engine")
-MODEL = "Model and head"  # of flags
+MODEL = "Model and head"  # panel of flags in --help
 
-LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
-DEFAULT_SHARE = 0.5  # part of the free memory that caches take without a max_length
-MEMORY_FOR_CACHES = 0.9  # part of the free memory that a proposed size takes
+LEAST_TAU, TAU_WINDOW = 1.3, 256  # a lower tau hardly helps; greedy rounds of a window
+DEFAULT_SHARE = 0.5  # of the free memory, for caches without a max_length
+MEMORY_FOR_CACHES = 0.9  # of the free memory, for a proposed size
 SCORED_LOGITS = 1 << 22  # prompt_logprobs of one prefill: 16 MiB in fp32
 
 
@@ -73,13 +73,10 @@ class EngineConfig(BaseModel):
         return text
 
     def parsed(self) -> Speculation:
-        """`speculation` as its mode and sizes."""
         return Speculation.parse(self.speculation)
 
 
 class Engine:
-    """Decodes requests on a target, with the head's proposals where there is a head."""
-
     def __init__(
         self,
         target: Target,
@@ -87,10 +84,8 @@ class Engine:
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """tokenizer: the target's; requests with stop strings or a grammar need it.
-
-        Raises MismatchError for a head of another target, ConfigError for caches that the memory
-        has no room for.
+        """tokenizer: the target's, for stop strings and grammars. Raises MismatchError for a head
+        of another target, ConfigError for caches larger than the memory.
         """
         self.config = config = config or EngineConfig()
         self.speculation = speculation = config.parsed()
@@ -103,7 +98,7 @@ class Engine:
         limits = BatchLimits(
             config.max_batch,
             config.prefill_chunk,
-            # what a tree writes behind its root: as it grows, and as it is verified
+            # columns of a tree while it grows, and while it is verified
             max(speculation.num_verify_tokens, 1 + speculation.num_columns) if drafts else 1,
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
             pause_ms=config.max_pause_ms,
@@ -136,7 +131,6 @@ class Engine:
         tokenizer: Tokenizer | None = None,
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
-
         Raises MissingInputError, CorruptError, MismatchError, ConfigError.
         """
         loaded = Target.load(target, dtype)
@@ -172,9 +166,9 @@ class Engine:
     def _check_memory(
         self, free: int | None, num_pages: int, most_pages: int, tree_columns: int
     ) -> None:
-        """Raise ConfigError, with what would fit, for caches that need more than is free: the
-        system gives memory when it is written first, so that a server would be killed under load.
-        most_pages: of a request; tree_columns: of them, behind its tokens.
+        """Raise ConfigError, with what would fit, for caches that need more than is free: memory is
+        only taken when it is first written, so the server would be killed later, under load.
+        most_pages: of a request; tree_columns: of a request, behind its tokens.
         """
         page_bytes = self._page_bytes
         if free is None or num_pages * page_bytes <= free:
@@ -200,10 +194,8 @@ class Engine:
     # The head
 
     def read_draft(self, head: str | Path) -> Draft:
-        """A head for `swap_draft`, from any thread.
-
-        Raises what reading a head raises, and MismatchError for one that cannot take the place of
-        the served one while requests run.
+        """A head for `swap_draft`, from any thread. Raises what reading a head raises, and
+        MismatchError for one that cannot replace the served one while requests run.
         """
         served = self.rounds.head
         if served is None:
@@ -216,11 +208,11 @@ class Engine:
         return draft
 
     def swap_draft(self, draft: Draft) -> bool:
-        """Draft with another head (of `read_draft`) from the next round on; False, and nothing
+        """Draft with another head (of `read_draft`) from the next round on. False, and nothing
         changed, where the head was switched off in the meantime.
 
-        No answer changes: what is kept of the target, its features among it, is of any head. The
-        new head makes its entries from them when it first drafts.
+        No answer changes: kept keys, values and features of the target serve any head, and the new
+        head makes its entries from them.
         """
         if self.rounds.head is None:
             return False
@@ -251,9 +243,7 @@ class Engine:
         return self._grammars.compile(params)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
-        """Queue all samples of a request. grammar: of `compile_grammar`; where it is left out, it
-        is compiled here.
-
+        """Queue all samples of a request. grammar: of `compile_grammar`; None: compiled here.
         Raises InputError for a request that this engine could not serve even alone.
         """
         length = len(request.prompt_ids)
@@ -283,7 +273,7 @@ class Engine:
                 f"{self._pool.num_pages}",
                 "shorten the prompt, lower max_tokens, or give the engine more pages (num_pages)",
             )
-        # All are made before the first is added: a grammar that is refused leaves nothing behind.
+        # all are made before the first is added: a refusal leaves nothing behind
         grammar = grammar or self.compile_grammar(request.params)
         samples = [
             self._sample(request, index, max_tokens, grammar) for index in range(request.params.n)
@@ -292,7 +282,7 @@ class Engine:
             self._scheduler.add(sample)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request, waiting or running; an unknown id is no error."""
+        """Drop a request, waiting or running; an unknown id is no error."""
         self._scheduler.cancel(request_id)
 
     def run(self, requests: Iterable[Request], track: Track = quiet) -> Iterator[Result]:
@@ -318,11 +308,10 @@ class Engine:
 
     @property
     def draft_failure(self) -> str | None:
-        """Why the head was switched off; None while it drafts, and where there is none."""
+        """Why the head was switched off; else None."""
         return self.rounds.draft_failure
 
-    def check(self) -> None:
-        """Raise AssertionError unless every page and slot is accounted for. For tests."""
+    def check(self) -> None:  # for tests
         self._scheduler.check()
 
     def metrics(self) -> dict[str, float]:
@@ -344,8 +333,8 @@ class Engine:
         }
 
     def step(self) -> list[Update]:
-        """Schedule one job, run it and settle it; returns what it emitted, which may be nothing
-        while there is work.
+        """Schedule one job, run it and settle it; returns its updates, possibly none while there is
+        work.
         """
         job = self._scheduler.schedule()
         if job is None:
@@ -361,10 +350,9 @@ class Engine:
         return [one for one in updates if one.token_ids or one.finish_reason is not None]
 
     def _watch_tau(self, num_accepted_drafts: int) -> None:
-        """Count a greedy round, and say how much of the text the head hardly helps: at the first
-        TAU_WINDOW rounds that show it, and each time that there are twice as many.
-
-        Text unlike what a head was trained for does this, so it is no sign of a bad head.
+        """Count a greedy round, and log the share of text that the head hardly helps: after the
+        first window of TAU_WINDOW rounds that shows it, and whenever there are twice as many. Text
+        unlike the training prompts does this, so it is no sign of a bad head.
         """
         if self.draft is None:
             return
@@ -405,7 +393,7 @@ class Engine:
         return RunningSample(request, index, sampler, stops, max_tokens)
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Tokens to text as clients see it: without special tokens."""
+        """Tokens to text as clients see it, without special tokens."""
         assert self._tokenizer is not None
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 

@@ -1,8 +1,8 @@
 """Answers that must follow a schema, an expression or a grammar: which tokens may come next.
 
 llguidance does the work (docs/decisions/server.md), in a process for each grammar; it refuses what
-it cannot honour instead of ignoring it. Each token that is drawn must be passed to `advance`, and
-the mask behind it is computed while other work goes on.
+it cannot honour. Each drawn token must be passed to `advance`; the next mask is computed while
+other work goes on.
 """
 
 from __future__ import annotations
@@ -59,10 +59,8 @@ class Grammars:
             self._process.start()
 
     def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that the params ask for, if any.
-
-        Raises InputError for a grammar that cannot be followed, or not within the budget of
-        `GrammarProcess`.
+        """The grammar that the params ask for, if any. Raises InputError for a grammar that cannot
+        be followed, or not within the budget of `GrammarProcess`.
         """
         found = [(kind, text) for kind in KINDS if (text := getattr(params, kind)) is not None]
         if not found:
@@ -100,8 +98,8 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar, and the way to its process. Its answers share what the library has
-    computed of it, and that it could not be followed any further: `failure`.
+    """A compiled grammar, and the connection to its process. Its answers share what the library has
+    computed, and its end: `failure`.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class Grammar:
         return matcher
 
     def send(self, number: int, token: int) -> None:
-        """A matcher's token; FORGET where it has ended."""
+        """A matcher's token, or FORGET at its end."""
         with self._lock, suppress(OSError):  # a process that has ended is seen in `receive`
             self._connection.send_bytes(ASK.pack(number, token))
 
@@ -167,7 +165,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """The place of one answer in its grammar. Only one thread may use those of a grammar."""
+    """The place of one answer in its grammar. The matchers of a grammar share one thread."""
 
     def __init__(self, grammar: Grammar, number: int) -> None:
         self._grammar, self._number = grammar, number
@@ -180,7 +178,7 @@ class GrammarMatcher:
         return None if self.is_over else self._grammar.failure
 
     def wait(self, seconds: float) -> bool:
-        """Whether the mask is there within so many seconds, or will never be (`failure`)."""
+        """Whether the mask comes within `seconds`, or is known never to (`failure`)."""
         end = time.monotonic() + seconds
         while self.state is None and self.failure is None:
             left = end - time.monotonic()
@@ -191,7 +189,7 @@ class GrammarMatcher:
         return not self.is_late
 
     def mask(self) -> NDArray[np.bool_]:
-        """[V]: the tokens that may come next. End tokens where the grammar may stop; only they
+        """[V]: the tokens that may come next; end tokens where the grammar may stop, only they
         where nothing else may come. Raises InputError (`failure`).
         """
         ends = self._grammar.end_tokens
@@ -205,13 +203,13 @@ class GrammarMatcher:
             return allowed_V
         bits = np.frombuffer(self.state, np.uint8, offset=1)
         allowed_V = np.unpackbits(bits, bitorder="little")[: len(allowed_V)].view(bool)
-        # the library's own end token says nothing: it is there where it has just given up, too
+        # the library's own end token says nothing: it also stands where the library gave up
         allowed_V[ends] = False
         allowed_V[ends] = bool(self.state[0] & ACCEPTS) or not allowed_V.any()
         return allowed_V
 
     def advance(self, token: int) -> None:
-        """Take note of the token drawn: one that the mask allowed."""
+        """Note the drawn token, which the mask allowed."""
         if token in self._grammar.end_tokens:
             self.is_over = True
         elif not self.is_over:

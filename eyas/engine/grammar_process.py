@@ -1,9 +1,9 @@
 """Processes that follow clients' grammars, each under a budget of time and memory.
 
-Neither compiling nor a mask can be interrupted, and llguidance's own limits do not bound all of it:
-thirty patterns take minutes, a chain of a thousand references overflows the stack, which ends the
-process, and thirty definitions that refer to each other cost half a second a token. So each grammar
-has a process of its own. What ends it ends the answers under this grammar alone.
+Neither compiling nor a mask can be interrupted, and llguidance's limits do not bound all of it:
+thirty patterns take minutes, a chain of a thousand references overflows the stack and ends the
+process, thirty definitions that refer to each other cost half a second a token. So each grammar has
+a process of its own, whose end ends only the answers under this grammar.
 
     engine's process               the first process         a grammar's process
     GrammarProcess ─ a tokenizer ─▶ main
@@ -41,20 +41,19 @@ from eyas.errors import InputError
 Kind = Literal["json_schema", "regex", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # fields of SamplingParams; one at most is given
 
-# Of one grammar: CPU seconds to compile it, the system's for it included, seconds by the clock on a
-# machine that gives a process hardly any, and what it may add to the process's memory. Schemas and
-# expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
+# To compile a grammar: CPU seconds, seconds by the clock on a busy machine, and added memory. Usual
+# schemas and expressions take up to 60 ms and 3 MiB (docs/decisions/server.md).
 BUDGET_S, CLOCK_S, BUDGET_MIB = 0.5, 5.0, 8
-# Of one answer: CPU seconds for each token, and how many it may have saved, or spend at its begin.
-# Grammars that people write take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
+# Of an answer: CPU seconds a token, and the most it may have saved; it begins with as many. Usual
+# grammars take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
 TOKEN_S, SAVED_S = 0.01, 0.25
 _GROWTH = 256 << 20  # bytes of address space beyond the tokenizer's
-_WAIT_S = 60.0  # for the first process to be there, and for one that was stopped
-_NICENESS = 5  # those who wait for a mask leave a core free; those who do not shall not feel it
-# between the parts of a JSON text: some targets never leave off where blanks may go on
+_WAIT_S = 60.0  # for the first process to start, and for one that was stopped
+_NICENESS = 5  # requests without grammars come first
+# between parts of a JSON text: some targets write blanks without an end
 BLANKS = r"[ \t\n\r]{0,20}"
-# The library counts its work ("fuel"): to read a grammar, and for each token. Its defaults are
-# five, two and four times as much.
+# The library's units of work ("fuel"), for a grammar and for each token; its defaults are five, two
+# and four times as much.
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
@@ -115,7 +114,7 @@ def reason_of(matcher: LLMatcher) -> str:
 
 
 def state_of(matcher: LLMatcher) -> bytes:
-    """A byte of flags, then a bit for each token: which may come next."""
+    """A byte of flags, then a bit for each token that may come next."""
     bits = b"" if matcher.is_stopped() else matcher.compute_bitmask()
     if matcher.is_error():
         return bytes([FAILED]) + reason_of(matcher).encode()
@@ -123,7 +122,7 @@ def state_of(matcher: LLMatcher) -> bytes:
 
 
 class GrammarProcess:
-    """The first process. It starts with `start`, and again with a grammar after it has ended."""
+    """The first process. `start` starts it, and so does a grammar after it has ended."""
 
     def __init__(self, tokenizer: str, vocab_size: int, end_tokens: list[int]) -> None:
         """tokenizer: in JSON, as Hugging Face's tokenizers write it."""
@@ -132,13 +131,12 @@ class GrammarProcess:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """It takes up to two seconds to be ready, for which only `begin` waits."""
+        """Start it, ready within two seconds; only `begin` waits for it."""
         with self._lock:
             self._started()
 
     def begin(self, kind: Kind, source: str) -> tuple[Connection, bytes]:
-        """The way to the process of a grammar, and the state (`state_of`) at its start.
-
+        """The connection to a grammar's new process, and the state (`state_of`) at its start.
         Raises InputError for a grammar that cannot be compiled within the budget, or at all.
         """
         ours, theirs = Pipe()
@@ -191,8 +189,8 @@ def _end(process: subprocess.Popen[bytes], own: socket.socket) -> None:
 
 
 def main() -> None:
-    """The first process: makes the tokenizer, then a process for each socket that it is given,
-    until its parent ends.
+    """The first process: makes the tokenizer, then a process for each socket it gets, until its
+    parent ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
@@ -256,7 +254,7 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
 
 
 def _pages(column: int) -> int:
-    """Of this process's memory: 0 its address space, 1 what is resident."""
+    """Of this process: 0 its address space, 1 its resident memory."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[column])
 
 

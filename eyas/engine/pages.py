@@ -1,17 +1,16 @@
 """Pages of the key-value caches: who holds them, which prefixes are kept, what is evicted.
 
-A full page is known by its tokens, the page before it and the salt of the request, so the pages
-kept are a tree of prefixes for each salt, and nothing is shared between salts: no timing tells one
-tenant what another has asked. A page is in one of three states; one that requests hold may be kept
-for others at the same time:
+A full page is known by its tokens, the page before it and the request's salt, so kept pages form a
+tree of prefixes for each salt. Nothing is shared between salts: no timing tells one tenant what
+another has asked. A page is free, held or kept; a held one may be kept too:
 
     free        in _free
     held        _holders[page] requests count on it; theirs to write while it is not kept
     kept        full, found by match(); without holders in _idle, of which the longest idle goes
 
-A request holds every page of its prefix and lets go of its last page first, so a page is never idle
-for longer than one that follows it, and eviction takes leaves only. Tokens are compared, not
-hashes: a hit is exact.
+A request holds every page of its prefix and releases the last one first, so a page is never idle
+longer than one that follows it, and eviction takes leaves only. Tokens are compared, not hashes: a
+hit is exact.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ Key = tuple[int, str | None, tuple[int, ...]]  # the page before, the salt, the 
 
 
 class PagePool:
-    """num_pages pages of page_size tokens, for target and draft alike.
-
-    is_drafted: of each page, whether all of its columns have the draft's entries.
+    """num_pages pages of page_size tokens, for target and draft alike. is_drafted: of each page,
+    whether all of its columns have the draft's entries.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -53,9 +51,8 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, held once each; evicts idle ones if needed.
-
-        None, and nothing changed, if there are too few.
+        """`count` pages, held once each; evicts idle ones if needed. None, and nothing changed, if
+        there are too few.
         """
         if count > self.num_available:
             return None
@@ -89,9 +86,9 @@ class PagePool:
     def keep(self, before: int, tokens: Sequence[int], page: int, salt: str | None = None) -> int:
         """Offer a full page to other requests; its only holder must not write it again.
 
-        tokens: those of the page. before: the kept page before it, of this salt, or ROOT. Returns
-        the page to use from now on: if the same prefix is kept already, that page is held instead
-        and this one is released.
+        tokens: of the page. before: the kept page before it, of this salt, or ROOT. Returns the
+        page to use from now on: if the same prefix is kept already, that page is held and this one
+        released.
         """
         assert len(tokens) == self.page_size
         assert before == ROOT or before in self._key_of, f"page {before} is not kept"
@@ -105,7 +102,7 @@ class PagePool:
         return known
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let go of a request's pages, given in the order of its tokens."""
+        """Release a request's pages, given in the order of its tokens."""
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} let go more often than held"

@@ -1,26 +1,24 @@
 """How much to speculate, decided every round: for which requests, how deep, which nodes.
 
-One rule: the most emitted tokens per millisecond over all requests of the round, nothing drafted
-included. Before drafting it is asked of the tree to be expected, after drafting of those that came.
+One rule: the most emitted tokens per millisecond over all requests of the round; drafting nothing
+is one of the choices.
 
     plan      before drafting: who drafts, and when to stop going deeper          -> RoundPlan
     choose    after drafting: which candidates the target verifies                -> kept
     observe   after the round: what was emitted, and how long it took
 
-The policy knows what work costs on this machine (`costs.py`) and how likely drafts are accepted
-(`acceptance.py`). It looks at proposals and at past rounds, never at what the target is about to
-draw, and an output does not depend on what was drafted: it stays exact. The caller gives real
-times, so the same inputs give the same choices.
+The policy knows costs on this machine (`costs.py`) and acceptance (`acceptance.py`). It sees
+proposals and past rounds, never the target's coming draws, and no output depends on what was
+drafted: outputs stay exact. The caller passes real times, so equal inputs give equal choices.
 
-The expected tree is two tables [K, G], means over the last trees: how many of its nodes of depth
-d or less have a path probability of GRID[g] or more, and how many tokens these bring, which is the
-sum of their path probabilities. A round in which nodes of less than GRID[g] are not verified takes
-so many rows; so a plan is a row of the table, a column, a number of requests and a width of the
-draft's steps, and all plans are compared at once. What was seen of trees is forgotten while none
-is drafted, which leads back to the first belief: a head that did not pay is tried again.
+The expected tree is two tables [K, G], means over the last trees: how many nodes of depth d or less
+have a path probability of GRID[g] or more, and their sum of path probabilities, which is the number
+of tokens they bring. A plan is a depth, a least path probability, a number of requests and a width;
+all plans are compared at once. While no tree is drafted, the tables move back to the first belief,
+so that a head that did not pay is tried again.
 
-Candidates of text (`text.py`) are there before a round is planned and cost nothing, so
-the plan is whose trees the head grows beside them.
+Candidates of text (`text.py`) exist before planning and cost nothing; the plan decides whose trees
+the head grows beside them.
 
 Letters: S requests that may speculate, B all that decode, B' those with candidates, K draft steps,
 C candidates, G path probabilities, W widths, Q numbers of requests that may draft.
@@ -46,27 +44,25 @@ from eyas.model.rows import HEAD, TEXT, Proposals
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 _LEASTS = GRID.tolist()
 FIRST_PATH = 0.85  # a good head's acceptance: the first expected tree, a chain, is tried
-FIRST_TREES = 10.0  # trees that it counts as
-RECENT, AT_REST = 0.98, 0.9999  # part of the trees that a round with trees keeps, and one without
-NARROW = 0.96  # tokens of trees grown from one candidate a level, by those grown from tree_topk
-LEVEL_GAIN = 0.75  # tokens that a further level brings for a path of probability 1
-ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries may pay
-# of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
-# not believed in full (Huber 1964)
+FIRST_TREES = 10.0  # its weight, in trees
+RECENT, AT_REST = 0.98, 0.9999  # decay of the tables in a round with trees, and without
+NARROW = 0.96  # a tree grown from one candidate a level gives .96 times the tokens
+LEVEL_GAIN = 0.75  # tokens of a further level for a path of probability 1
+ROUNDS_TO_PAY = 32  # rounds over which making missing entries has to pay
+# learning rates of the logs of slowness and factor; errors are clipped (Huber 1964), since a pause
+# of the machine says little
 _SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
-_MOST_LOADS = 256  # numbers of requests whose costs are kept
+_MOST_LOADS = 256  # cached
 
 
 class Correction:
-    """The table against real times: by how much rounds take longer than it says, and rounds with
+    """The cost table against real times: how much longer rounds take than it says, and rounds with
     trees longer still.
 
-    log(real / predicted) of a round is the machine's slowness now, and in rounds with trees also
-    the load's own factor, which alone decides who drafts. Both move towards what is seen (least
-    mean squares), for each load: an octave of requests. The slowness moves faster, as another
-    program slows all rounds alike; nothing makes rounds with trees faster than the table says and
-    plain ones not. A load that was never seen begins with what the last one had,
-    and the factor is slowly forgotten while nothing is drafted, so that it is tried again.
+    log(real / predicted) of a round is the machine's slowness; in rounds with trees it includes a
+    factor, and only the factor decides who drafts. Both follow what is seen (least mean squares),
+    for each load (an octave of requests), the slowness faster. A new load begins with the values of
+    the last one. The factor decays while nothing is drafted, so that drafting is tried again.
     """
 
     def __init__(self) -> None:
@@ -74,13 +70,13 @@ class Correction:
         self._latest = 0.0, 0.0
 
     def factor(self, num_requests: int) -> float:
-        """Of rounds with trees against plain ones."""
+        """Time of rounds with trees over plain ones."""
         return math.exp(self._loads.get(num_requests.bit_length(), self._latest)[1])
 
     def observe(
         self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
     ) -> float:
-        """Learn from a round; returns what was expected of it, in real ms."""
+        """Learn from a round; returns the expected time in real ms."""
         load = num_requests.bit_length()
         slowness, factor = self._loads.get(load, self._latest)
         expected = slowness + factor * drafted
@@ -94,11 +90,11 @@ class Correction:
 
 @dataclass(slots=True)
 class RoundPlan:
-    """A round from its plan to what came of it.
+    """A round: its plan, then its results.
 
-    pending: int64 [S], the entries that each request lacks. num_requests: B. drafting: bool [S],
-    whose trees the head grows. width: candidates of a request that a level grows from. thresholds:
-    [K], of `tree.goes_on`. rate: tokens/ms of the table that a node must bring.
+    pending: int64 [S], entries that each request lacks. num_requests: B. drafting: bool [S],
+    requests for which the head grows trees. width: candidates of a request from which a level
+    grows. thresholds: [K], of `tree.goes_on`. rate: tokens/ms of the table that a node must bring.
     """
 
     pending: np.ndarray
@@ -124,9 +120,9 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Milliseconds that depend on the number of requests alone. forwards: of the target's, by the
-    number of nodes that it verifies, 0, 1, .. as in nodes_axis. of_Q: how many requests may draft,
-    less one. steps_WQ1: of a level of the head for so many.
+    """Milliseconds that depend on the number of requests only. forwards: of the target with the
+    number of verified nodes in nodes_axis (0, 1, ..). of_Q: numbers of requests that may draft,
+    less one. steps_WQ1: of one level of the head for that many.
     """
 
     forwards: np.ndarray
@@ -136,12 +132,12 @@ class Load:
 
 
 class Policy:
-    """Decides for one engine. `costs` are needed in auto only."""
+    """Decides for one engine. `costs`: needed in auto."""
 
     def __init__(self, speculation: Speculation, costs: CostTable | None = None) -> None:
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
         self.speculation, self.costs = speculation, costs
-        self.has_head = True  # the rounds say when it has none, or no longer
+        self.has_head = True  # set by the rounds
         self.expects_drafts = speculation.mode != "off"  # whether a new request will draft
         self.correction = Correction()
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -150,7 +146,7 @@ class Policy:
         narrow = NARROW if len(self._widths) > 1 else 1.0
         self._quality_W = np.where(self._widths > 1, 1.0, narrow)[:, None, None, None]
         self._loads: dict[tuple[int, int], Load] = {}
-        # tokens and nodes of the expected tree, and the levels it is drafted to at most d: sums
+        # sums: tokens and nodes of the expected tree, and levels drafted, at most d
         self._depths = np.arange(1.0, speculation.num_draft_steps + 1)
         chain = FIRST_PATH**self._depths
         is_above = chain[:, None] >= GRID
@@ -159,7 +155,7 @@ class Policy:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again with the first belief about trees and drafts: another head drafts."""
+        """Return to the first belief about trees and drafts: another head drafts."""
         self.acceptance = Acceptance(len(self._depths))
         self._tables, self._reached = (of.copy() for of in self._first)
         self._num_trees = FIRST_TREES
@@ -174,9 +170,8 @@ class Policy:
     ) -> RoundPlan:
         """Decide whose trees the head grows, and when to stop going deeper.
 
-        pending: [S], the entries that each request lacks (`RunningSample.num_missing`). num_plain:
-        requests that may not speculate. chains: [S], what text proposes to each; nothing at all for
-        no text.
+        pending: [S], entries that each request lacks (`RunningSample.num_missing`). num_plain:
+        requests that may not speculate. chains: [S], text's proposals to each; empty without text.
         """
         S, mode = len(pending), self.speculation.mode
         plan = RoundPlan(np.array(pending), S + num_plain, np.zeros(S, dtype=bool))
@@ -192,11 +187,11 @@ class Policy:
         return plan
 
     def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> None:
-        """Take the best of all plans: the width of a level (W), the number of requests that draft
-        (Q), the levels (K), and the path probability from which on nodes are verified (G).
+        """Take the best plan: width of a level (W), number of requests that draft (Q), levels (K),
+        and least path probability of verified nodes (G).
 
-        text_S2G: as the expected tree's tables, of text's candidates. What the head's trees bring
-        and take is counted beside these.
+        text_S2G: as the expected tree's tables, of text's candidates. Gains and costs of the head's
+        trees are counted beside these.
         """
         B, S = plan.num_requests, len(plan.pending)
         load = self._load(B, S)
@@ -210,7 +205,7 @@ class Policy:
             gain_S2KG = np.maximum(trees_2KG - text_S2G[:, :, None], 0.0)
         if not self.has_head:
             return
-        # the requests for which drafting is worth most come first, and q + 1 of them draft
+        # the first q + 1 in this order draft
         order, before_Q = self._caught_up(plan, load, gain_S2KG[:, 0, -1, 0])
         sums_Q2KG = gain_S2KG if S == 1 else gain_S2KG[order].cumsum(0)[load.of_Q]
         if text_2G is not None:
@@ -228,7 +223,7 @@ class Policy:
         plan.rate = float(rates_WQKG.flat[best]) * factor
         plan.drafting[order[: load.of_Q[q] + 1]] = True
         plan.width = int(self._widths[w])
-        # as the draft's own path probabilities, of which the levels' frontiers are known
+        # in the draft's own path probabilities, as the levels' frontiers are
         ratios = self.acceptance.ratios().cumprod()
         level = plan.rate * float(load.steps_WQ1[w, q, 0]) / LEVEL_GAIN
         plan.thresholds = [*(level / ratios[:-1]).tolist(), float(GRID[g] / ratios[0])]
@@ -236,9 +231,9 @@ class Policy:
     def _caught_up(
         self, plan: RoundPlan, load: Load, gain_S: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The requests, those first for which drafting is worth most (gain_S: tokens), and the ms
-        [Q] until the first of them have all their entries. Many missing ones, of a request that did
-        not draft, are paid once and serve all its rounds.
+        """The requests in the order of what drafting is worth (gain_S: tokens), and the ms [Q]
+        until the first of them have all their entries. Many missing entries are paid once and serve
+        all later rounds of their request.
         """
         assert self.costs is not None
         costs, pending = self.costs, plan.pending.tolist()
@@ -253,7 +248,7 @@ class Policy:
         return order, extend_Q + late_S[order].cumsum()[load.of_Q]
 
     def _load(self, B: int, S: int) -> Load:
-        """What rounds of B requests, of which S may speculate, cost; kept for the next of them."""
+        """The costs of rounds of B requests, S of which may speculate; cached."""
         if (found := self._loads.get((B, S))) is None:
             assert self.costs is not None
             if len(self._loads) >= _MOST_LOADS:
@@ -267,8 +262,8 @@ class Policy:
         return found
 
     def _text_paths(self, chains: Sequence[Sequence[TextChain]]) -> np.ndarray:
-        """Nodes and tokens that text brings without the head, [S, 2, G]: of each request's chains
-        the one that is expected to bring most.
+        """Nodes and tokens of text without the head, [S, 2, G]: for each request its chain with the
+        most expected tokens.
         """
         conditional = self.acceptance.of_text().tolist()
         of_requests = []
@@ -289,11 +284,10 @@ class Policy:
     # After drafting
 
     def choose(self, plan: RoundPlan, proposals: Proposals) -> np.ndarray:
-        """Which candidates the target verifies: kept, bool [B', C].
-
-        proposals: of the B' requests with candidates, in their order.
+        """The candidates that the target verifies: kept, bool [B', C]. proposals: of the B'
+        requests with candidates, in their order.
         """
-        # levels that the head has drafted; text's chains beside them may be longer
+        # the head's levels; chains of text may be longer
         is_heads = proposals.proposed_by(HEAD).any(axis=0)
         plan.proposals, plan.depth = proposals, int(proposals.depths[is_heads].max(initial=0))
         plan.num_drafting = len(proposals.tokens)
@@ -305,7 +299,7 @@ class Policy:
         assert self.costs is not None
         plan.calibration = self.acceptance.calibrate(proposals)
         paths, B, costs = plan.calibration.paths, plan.num_requests, self.costs
-        # what precedes the target's forward
+        # before the target's forward
         missing = plan.pending[plan.drafting].tolist()
         far = [tokens for tokens in missing if tokens > AT_ONCE]
         before_ms = costs.extend(sum(missing) - sum(far) + len(far)) + costs.enter(sum(far))
@@ -319,10 +313,10 @@ class Policy:
     # After the round
 
     def observe(self, plan: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
-        """Learn from a round that is done.
+        """Learn from a finished round.
 
-        emitted: the tokens of the requests with candidates, in the order of `choose`; the others
-        have emitted one each. real_ms: how long the round took.
+        emitted: tokens of the requests with candidates, in the order of `choose`; each other
+        request emitted one. real_ms: the time of the round.
         """
         assert real_ms > 0
         if self.speculation.mode == "auto":
@@ -345,7 +339,7 @@ class Policy:
         self._sums["draft_steps"] += max(0, plan.depth - 1)
 
     def _learn_trees(self, plan: RoundPlan) -> None:
-        """Move the expected tree towards those of this round, or back to the first one."""
+        """Move the expected tree towards the trees of this round, or back to the first belief."""
         if not plan.drafts:
             tables, reached = self._first
             self._tables += (1 - AT_REST) * (tables - self._tables)
@@ -375,7 +369,7 @@ class Policy:
         self._num_trees = RECENT * self._num_trees + num_trees
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start: rounds, tokens, ms; accepted drafts by who proposed them."""
+        """Sums since the start: rounds, tokens, ms; accepted drafts by source."""
         names = ("rounds", "tokens", "expected_tokens", "predicted_ms", "real_ms")
         sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
         rest = ("verified_nodes", "draft_steps", *(f"accepted_{source}" for source in SOURCES))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LEAST_ROWS = 8  # fewer rows cost as much: all weights are read
+LEAST_ROWS = 8  # fewer cost as much, as all weights are read
 _PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
 
 
 def shares(left: Sequence[int], budget: int, least: int = LEAST_ROWS) -> list[int]:
     """How many of `budget` rows each prompt reads next.
 
-    left: rows that each has left, 1 or more, of the one that has waited longest first. least: what
-    this one reads at least beside prompts that end, where the budget has room.
+    left: rows that each has left, 1 or more, the prompt that has waited longest first. least: rows
+    that this one reads beside prompts that end, where the budget has room.
 
-    Rows go to the prompts in the order of what they have left (SRPT, Schrage and Miller 1966; of
-    equal ones the older goes first), but the oldest keeps half of the budget. Where a prompt ends,
-    one that does not end reads as much as all of these and no more, so that a short prompt beside
-    longer ones is read within twice the rows that it has. The whole budget is used otherwise.
+    Rows go to the shortest rest first (SRPT, Schrage and Miller 1966; of equal ones the older
+    first), but the oldest keeps half of the budget. Where a prompt ends, one that does not end
+    reads at most as much as all of these, so that a short prompt beside longer ones is read within
+    twice its rows. Otherwise the whole budget is used.
     """
     counts, given = [0] * len(left), 0
     for prompt in sorted(range(len(left)), key=left.__getitem__):
@@ -36,8 +36,8 @@ def shares(left: Sequence[int], budget: int, least: int = LEAST_ROWS) -> list[in
 
 
 class PromptPace:
-    """What prompts cost now, in milliseconds a row and, beside it, a scored row: learned from every
-    prefill, so that it follows the machine and its load (least mean squares of the log).
+    """What prompts cost now: milliseconds a row and, in addition, a scored row. Learned from every
+    prefill, so that it follows machine and load (least mean squares of the log).
     """
 
     def __init__(self) -> None:

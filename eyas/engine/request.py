@@ -35,13 +35,13 @@ def _option(about: str = "", **bounds: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The table of sampling options: how the next token is drawn from the target's distribution,
-    and where the answer ends. A new one is one entry here: name, type, bounds, default, and what it
-    means. Requests (serve/fields.py), /openapi.json and its pages come from it.
+    and where the answer ends. A new option is one entry: name, type, bounds, default, meaning;
+    requests (serve/fields.py) and /openapi.json take it from here.
 
-    logprobs None gives none, 0 those of the answer's tokens, n those of the n best tokens at each
-    place as well; prompt_logprobs is the same for the prompt's tokens from the second on.
-    max_tokens 0 reads the prompt and answers nothing. grammar: Lark's form, or llama.cpp's GBNF.
-    Raises InputError for values out of range and for options that contradict each other.
+    logprobs: None gives none, 0 those of the answer's tokens, n also those of the n best tokens at
+    each place; prompt_logprobs: the same for the prompt's tokens from the second on. max_tokens 0
+    reads the prompt and answers nothing. grammar: Lark's form, or llama.cpp's GBNF. Raises
+    InputError for values out of range and options that contradict each other.
     """
 
     temperature: Annotated[
@@ -146,7 +146,6 @@ class SamplingParams:
 
 @functools.cache
 def _bounds() -> type[BaseModel]:
-    """The options of the table as a pydantic model."""
     made: type[BaseModel] = create_model(  # type: ignore
         "SamplingOptions", __config__=ConfigDict(strict=True), **sampling_options()
     )
@@ -155,7 +154,7 @@ def _bounds() -> type[BaseModel]:
 
 @functools.cache
 def sampling_options() -> dict[str, tuple[Any, Any]]:
-    """By name: the type of an option with its bounds and meaning, and its default."""
+    """By name: the type of an option with bounds and meaning, and its default."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     defaults = {one.name: one for one in fields(SamplingParams)}
     return {
@@ -168,10 +167,10 @@ def sampling_options() -> dict[str, tuple[Any, Any]]:
 class Request:
     """A prompt to continue, as the server builds it and the scheduler keeps it.
 
-    id: unique among the requests that wait or run. speculation: False decodes plainly, to the same
-    tokens, one per round. text_drafts: False leaves drafting to the head, and the answer is not
-    kept for drafts of others. returns_trees: updates have what was drafted.
-    cache_salt: computed prefixes and recent answers are shared only with requests of the same salt.
+    id: unique among waiting and running requests. speculation: False decodes plainly, to the same
+    tokens, one per round. text_drafts: False leaves drafting to the head, and keeps the answer out
+    of drafts for others. returns_trees: updates have what was drafted. cache_salt: prefixes and
+    recent answers are shared only between requests of the same salt.
     """
 
     id: str
@@ -187,8 +186,8 @@ class Request:
 class TokenLogprob:
     """The natural log of a token's probability in the target's own distribution.
 
-    top: the best tokens there with theirs, best first, as many as the request asked for. text: the
-    token's, where the reader has a tokenizer.
+    top: the best tokens there with theirs, best first, as many as requested. text: the token's,
+    where the reader has a tokenizer.
     """
 
     token_id: int
@@ -201,9 +200,9 @@ class TokenLogprob:
 class DraftedTree:
     """The nodes that the target judged in a round of one sample, parents first, without the root.
 
-    parents: the number of each node's parent, -1 for the root. probabilities: the head's, of each
-    node's token after its parent; None of what text alone proposed. accepted: the accepted nodes,
-    in the order of their tokens. sources: who proposed each node.
+    parents: each node's parent, -1 for the root. probabilities: the head's, of a node's token after
+    its parent; None for nodes of text alone. accepted: accepted nodes, in the order of their
+    tokens. sources: who proposed each node.
     """
 
     token_ids: list[int]
@@ -219,10 +218,10 @@ class Update:
 
     token_ids: new tokens. num_accepted_drafts: of a round that the head drafted in, else None.
     index: which of the request's n samples. logprobs: one entry a token, if requested.
-    prompt_logprobs: one entry for each token of the prompt behind the first, if requested, with the
+    prompt_logprobs: if requested, one entry for each prompt token behind the first, with the
     sample's first update. tree: of a round with candidates, if requested. text: of a request with
-    stop strings, the new text that is certain; it ends before the first stop string. None: the text
-    is that of the tokens. error: why the sample has ended before its end.
+    stop strings, the new certain text, up to the first stop string; None: decode the tokens. error:
+    why the sample ended early.
     """
 
     request_id: str
@@ -242,8 +241,8 @@ class Result:
     """A finished sample of a request.
 
     token_ids includes what ended it if finish_reason is "stop": an end token, a stop token, or the
-    token that completes a stop string. accept_hist[a] counts the rounds that the head drafted in
-    and that accepted a drafts (eyas.tau).
+    token that completes a stop string. accept_hist[a] counts the rounds with drafts of the head
+    that accepted a of them (eyas.tau).
     """
 
     request_id: str

@@ -63,7 +63,6 @@ class Trace:
 
     @contextmanager
     def job(self) -> Iterator[None]:
-        """Around one job."""
         started = time.perf_counter()
         if self._ended is not None:
             self.idle_s += started - self._ended
@@ -74,7 +73,7 @@ class Trace:
             self.busy_s += self._ended - started
 
     def rest(self) -> None:
-        """Call when there is no work: the time until the next job does not count as idle."""
+        """Call when there is no work, so that the time until the next job is not idle time."""
         self._ended = None
 
 
@@ -89,8 +88,8 @@ class Rounds:
         pool: PagePool,
         drafts_text: bool = False,
     ) -> None:
-        """In auto mode measures what rounds cost on this machine, or loads what was measured
-        before. drafts_text: text is drafted too, with or without a head.
+        """In auto mode measures the costs of rounds on this machine, or loads earlier measurements.
+        drafts_text: text is drafted, with or without a head.
         """
         self.target, self.trace = target, Trace()
         self.text = TextDrafter() if drafts_text else None
@@ -111,22 +110,21 @@ class Rounds:
         self.policy.has_head = self.head is not None
 
     def run(self, job: Job) -> list[Update]:
-        """Do a job: prefill if it has chunks, else a round. The update of each of its samples."""
+        """Do a job: prefill if it has chunks, else a round. Returns the update of each sample."""
         with self.trace.job():
             if job.chunks is None:
                 return self._round(job.samples)
             return self._prefill(job.samples, job.chunks)
 
     def _taps_and_features(self) -> tuple[Taps | None, FeatureCache | None]:
-        """What the target taps for the head; nothing without one."""
         head = self.head
         return (None, None) if head is None else (head.draft.config.taps, head.features)
 
     # Prefill
 
     def _prefill(self, samples: list[RunningSample], chunks: list[range]) -> list[Update]:
-        """Run a chunk of each prompt; draw the first token of each prompt that ends with it, and
-        score the prompt's own tokens where their log-probabilities are asked for.
+        """Run a chunk of each prompt. Draw the first token of prompts that end with it, and score
+        the prompt's tokens where log-probabilities are asked for.
         """
         tokens = [
             sample.tokens[chunk.start : chunk.stop]
@@ -188,8 +186,8 @@ class Rounds:
     def _propose(
         self, samples: list[RunningSample]
     ) -> tuple[RoundPlan, list[RunningSample], list[RunningSample], Proposals]:
-        """The plan, the samples whose trees the head has grown, those with candidates of the head
-        or of text, and all of these candidates.
+        """The plan, the samples with a tree of the head, those with candidates of head or text, and
+        all these candidates.
         """
         able = [
             sample
@@ -205,7 +203,7 @@ class Rounds:
             if self.head is not None:
                 proposals = self.head.propose(growing, plan)
         except HEAD_FAULTS as error:
-            # Nothing of the target's has been touched: the same round without drafts is plain.
+            # the target's state is untouched: the same round without drafts is plain
             self.switch_off(error)
             return self.policy.plan([], len(samples)), [], [], NOTHING
         if not any(chains):
@@ -215,10 +213,10 @@ class Rounds:
     def switch_off(self, error: Exception) -> None:
         """Decode without the head from now on: it has failed, and would again.
 
-        What runs goes on, and emits what plain decoding emits: a tree decides how many tokens a
-        round emits, never which. The target's keys and values are those of plain decoding anyway.
+        Running samples emit what plain decoding emits: a tree decides how many tokens a round
+        emits, never which, and the target's keys and values are those of plain decoding.
         """
-        # the server's health shows only the type of other errors
+        # the server's health shows this: of other errors the type only
         self.draft_failure = str(error) if isinstance(error, DraftError) else type(error).__name__
         self.head = None
         self.policy.has_head = False
@@ -231,12 +229,12 @@ class Rounds:
     # Verification
 
     def _verify(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
-        """One target forward over all trees; returns the emitted tokens of each sample: those of
-        accepted nodes and the bonus token, cut where the sample ends. The accepted nodes' keys,
-        values and features are moved behind the sample's prefix.
+        """One target forward over all trees; returns the emitted tokens of each sample: accepted
+        nodes and the bonus token, cut where the sample ends. The accepted nodes' keys, values and
+        features move behind the sample's prefix.
 
         Forward, draws, walks and moves are one call of the native library. Under a grammar Python
-        draws, as far as the masks come in time.
+        draws, as far as masks come in time.
         """
         lens, table = [sample.num_cached for sample in samples], page_table(samples)
         roots = Roots(lens, lens, [sample.root for sample in samples], table)
@@ -275,11 +273,11 @@ def _draw(sample: RunningSample, logits_NV: Logits, deadline: float, node: int) 
 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:
-    """The columns of a prefill whose logits are computed: the last one's for a draw, and those that
-    score a token of the prompt, if they have not done so before a preemption.
+    """The columns of a prefill whose logits are computed: the last for a draw, and those that score
+    a token of the prompt, unless they did before a preemption.
     """
     num_known = len(sample.tokens)
-    # A sample that was preempted has its root already: its tokens are longer than its prefill.
+    # a preempted sample has its root already: its tokens are longer than its prefill
     draws = chunk.stop == sample.prefill_end == num_known and sample.max_tokens > 0
     stop = chunk.stop if draws else min(chunk.stop, num_known - 1)
     if sample.prompt_logprobs is None:
@@ -288,7 +286,7 @@ def _judged_columns(sample: RunningSample, chunk: range) -> range:
 
 
 def _score(sample: RunningSample, column: int, logits_V: Logits) -> None:
-    """Append the log-probability of a token of the prompt under the logits before it."""
+    """Append the log-probability of a prompt token under the logits before it."""
     assert sample.prompt_logprobs is not None
     assert len(sample.prompt_logprobs) == column - 1, "a token of the prompt was left out"
     num_top = sample.request.params.prompt_logprobs or 0
@@ -301,7 +299,7 @@ def update_of(
     num_accepted_drafts: int | None = None,
     tree: DraftedTree | None = None,
 ) -> Update:
-    """What a job did for a sample. tokens: those it appended to the sample, maybe none."""
+    """A job's update of a sample. tokens: those appended to the sample, possibly none."""
     logprobs, of_prompt = sample.sampler.logprobs, None
     first = sample.num_emitted - len(tokens)
     if tokens or sample.finish_reason is not None:

@@ -2,15 +2,15 @@
 
 The native library (`cpp/draw.h`) draws; tests/oracle/sampling.py computes the same to the last bit.
 
-The order is: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A cut
-keeps the best tokens, and of equal ones those with the smaller ids, so a result never depends on
-the batch. What is kept is renormalised before the next cut.
+Order: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A cut keeps
+the best tokens, of equal ones the smaller ids, so a result never depends on the batch; the kept
+ones are renormalised before the next cut.
 
-Every token of the vocabulary has a random number of its own, and the one whose weight by its number
-is largest is drawn: the Gumbel-max trick as a race of exponentials. The numbers follow from the
-request's seed, so a drafter knows them, and drafts what they favour. A token's weight is a whole
-number, 2**WEIGHT_BITS of the best one's probability: sums of whole numbers are the same in any
-order, so that vectors and threads draw the same tokens. What is below half a unit is never drawn.
+Every token of the vocabulary has a random number, and the token whose weight by its number is
+largest is drawn: the Gumbel-max trick as a race of exponentials. The numbers follow from the
+request's seed, so a drafter knows them and drafts what they favour. A weight is a whole number,
+2**WEIGHT_BITS times the best token's probability ratio: sums of whole numbers are the same in any
+order, so vectors and threads draw the same tokens. Weights below half a unit are never drawn.
 
 V vocabulary.
 """
@@ -45,9 +45,7 @@ SHIFTS = (30, 27, 31)
 
 
 def derived_seed(seed: int, sample: int) -> int:
-    """The seed of the sample-th of n samples, as a signed 64-bit number; sample 0 keeps the
-    request's own.
-    """
+    """The seed of the sample-th of n samples, signed 64 bits; sample 0 keeps the request's own."""
     return seed if sample == 0 else signed(mixed(mixed(seed ^ STEP) + sample * STEP))
 
 
@@ -72,8 +70,8 @@ def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
     """log_softmax(logits) at `token` and at the num_top best tokens, best first, of equal ones the
     smaller id.
 
-    Of the raw logits, before penalties, bias, mask and temperature: as OpenAI's API and vLLM's
-    default have it. In fp64, of the weights at temperature 1: to 1e-9 or better. Raises EyasError.
+    Of raw logits, before penalties, bias, mask and temperature, as OpenAI's API and vLLM's default
+    have it; fp64 from the weights at temperature 1, to 1e-9 or better. Raises EyasError.
     """
     check_logits(logits_V)
     scores = Scores(min(num_top, len(logits_V)), places=1)
@@ -86,7 +84,7 @@ def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
 
 
 def check_logits(logits_V: Logits) -> None:
-    """What the library takes: it is given an address."""
+    """The library is given an address: float32, contiguous."""
     assert logits_V.dtype == np.float32
     assert logits_V.flags.c_contiguous
 
@@ -102,10 +100,10 @@ def scored(token: int, total: int, logits: list[float], top: list[int]) -> Token
 
 
 class Sampler:
-    """Draws the tokens of one answer in their order. `index`: which of the request's n samples.
+    """Draws the tokens of one answer in order. `index`: which of the request's n samples.
 
-    Every token that is drawn is emitted, also on the way through a tree, so this state is that of
-    the path. Without a seed in the params each sampler takes one from the system.
+    Every drawn token is emitted, also on the way through a tree, so the state is that of the path.
+    Without a seed each sampler takes one from the system.
     """
 
     def __init__(
@@ -136,14 +134,14 @@ class Sampler:
         self._seen = _Seen(prompt_ids) if params.has_penalties else None
         self._matcher = matcher
         self._over_with: int | None = None
-        # what a grammar leaves open is drawn of masked logits, and scored apart
+        # under a grammar draws are from masked logits, and scored apart
         is_scored = params.logprobs is not None and matcher is None
         self._scores = Scores(min(params.logprobs or 0, vocab_size)) if is_scored else None
         self._state: DrawState | None = None
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the next token is the argmax of the target's logits, so that `take` does."""
+        """Whether the next token is the argmax of the target's logits."""
         return (
             self.params.temperature == 0
             and self._seen is None
@@ -160,16 +158,16 @@ class Sampler:
 
     @property
     def is_late(self) -> bool:
-        """Whether a round has waited for its grammar's mask, and it is not there yet."""
+        """Whether a round has waited for its mask, which is still not there."""
         return self._matcher is not None and self._matcher.is_late and not self.wait(0.0)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the next token can be drawn, or never, within so many seconds."""
+        """Whether within `seconds` the next token can be drawn, or is known never to be."""
         return self._matcher is None or self._matcher.wait(seconds)
 
     def draw_state(self) -> DrawState | None:
-        """How the library is to draw the next tokens: None for the argmax of the logits. It holds
-        until the next token is counted, and this sampler owns its arrays.
+        """How the library draws the next tokens; None: the argmax of the logits. Valid until the
+        next token is counted; this sampler owns its arrays.
         """
         if self.is_plain_greedy:
             return None
@@ -216,8 +214,8 @@ class Sampler:
             self._advance(token)
 
     def draw(self, logits_V: Logits) -> int:
-        """The next token of logits fp32 [V]. The token that ended the answer is repeated: the walk
-        through a tree may go past the end. Raises EyasError for logits that are no numbers.
+        """The next token of logits fp32 [V]. After the end the ending token is repeated, since a
+        walk through a tree may go past it. Raises EyasError for logits that are no numbers.
         """
         if self._over_with is not None:
             return self._over_with
@@ -253,7 +251,7 @@ class Sampler:
 
 
 class _Seen:
-    """The distinct tokens of prompt and output, and how often each is in the output, in arrays that
+    """The distinct tokens of prompt and output with their counts in the output, in arrays that
     grow.
     """
 

@@ -1,11 +1,11 @@
 """Which samples run next: admission, chunks of prefill, room for trees, preemption.
 
 Jobs alternate while both kinds are possible: a prefill of at most prefill_chunk tokens, then one
-round of all samples that decode, so that neither starves. Beside samples that decode a prefill is
-as short as prompts are slow on this machine now, so that none of them pauses for much longer than
-pause_ms. Prompts share a prefill (`prefill.shares`), and a sample is admitted when it is to read.
-While the one that has waited longest cannot be, no other is. When pages run out, the sample that
-was admitted last is preempted: it gives up its pages, keeps its tokens, and is the first in line.
+round of all samples that decode. Beside decoding samples a prefill is short enough, at the measured
+pace, that none of them pauses for much longer than pause_ms. Prompts share a prefill
+(`prefill.shares`); a sample is admitted when it is to read. While the sample at the head of the
+line cannot be admitted, no other is. When pages run out, the sample admitted last is preempted: it
+gives up its pages, keeps its tokens, and goes to the head of the line.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from eyas.errors import InputError
 
 MASKS_S = 0.025  # seconds a round waits for grammar masks
 _ANY_MS = 1e9
-_MOST_IN_LINE = 256  # waiting samples that are looked at: else every job costs more, the more wait
+_MOST_IN_LINE = 256  # waiting samples looked at: bounds the cost of a job
 _PAUSE_SHARE = 0.7  # part of pause_ms that is planned
-_ROUND_RATE = 0.2  # learning rate of the time that a round takes
+_ROUND_RATE = 0.2  # learning rate of the time of a round
 
 
 class RunningSample:
@@ -41,8 +41,8 @@ class RunningSample:
         target   column 0 .... n-1
         draft    column 1 .... draft_len-1      the head's entries; behind them only features
 
-    While it runs, 0 <= num_cached < len(tokens), and draft_len <= num_cached + 1.
-    A preempted sample keeps its tokens, its sampler and its text.
+    While it runs, 0 <= num_cached < len(tokens) and draft_len <= num_cached + 1. A preempted sample
+    keeps its tokens, its sampler and its text.
     """
 
     def __init__(
@@ -56,22 +56,19 @@ class RunningSample:
         self.request, self.index, self.max_tokens = request, index, max_tokens
         self.sampler, self.stops = sampler, stops
         self.tokens: list[int] = list(request.prompt_ids)
-        self.num_cached = 0  # while it waits: as many as were found for it in kept pages
+        self.num_cached = 0  # while it waits: columns found in kept pages
         self.draft_len = 1
         self.pages: list[int] = []
         self.num_kept = 0  # its first pages, kept for others
-        # tokens to prefill: the prompt; after a preemption all but the root
-        self.prefill_end = len(self.tokens)
-        # in line, the lowest first; below 0 after a preemption
-        self.place = 0
-        # tokens of the prompt from the second on, as far as they are computed; None: not asked for,
-        # or on their way to the client
+        self.prefill_end = len(self.tokens)  # after a preemption all but the root
+        self.place = 0  # in line, lowest first; below 0 after a preemption
+        # from the second prompt token on; None: not asked for, or already sent
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if request.params.prompt_logprobs is None else []
         )
-        self.text = TextIndex()  # its tokens, as far as drafts were looked up
+        self.text = TextIndex()  # its tokens up to the last look-up of drafts
         self.finish_reason: FinishReason | None = None
-        self.error: InputError | None = None  # why it has ended before its end
+        self.error: InputError | None = None  # why it ended early
 
     @property
     def num_emitted(self) -> int:
@@ -83,12 +80,12 @@ class RunningSample:
 
     @property
     def num_left(self) -> int:
-        """Tokens that are to be prefilled."""
+        """Tokens still to be prefilled."""
         return self.prefill_end - self.num_cached
 
     @property
     def num_missing(self) -> int:
-        """Entries that the draft lacks before it can propose; the last of them is the root's."""
+        """Entries that the draft lacks before it can propose, the root's last."""
         return self.num_cached + 1 - self.draft_len
 
     @property
@@ -96,20 +93,22 @@ class RunningSample:
         return self.tokens[-1]
 
     def start(self, pages: list[int], num_reused: int, num_drafted: int, page_size: int) -> None:
-        """It has its pages, of which the first hold its prefix, and fewer the draft's entries."""
+        """Take the pages; the first num_reused hold its prefix, num_drafted of them with the
+        draft's entries.
+        """
         self.pages, self.num_kept = pages, num_reused
         self.num_cached, self.draft_len = num_reused * page_size, max(1, num_drafted * page_size)
 
     def wait(self, place: int, num_found: int) -> None:
-        """It has no pages; so many of its columns were found in kept ones."""
+        """Wait without pages; num_found of its columns are in kept ones."""
         assert not self.pages
         self.place, self.num_cached = place, num_found
-        # a root is emitted and not cached
+        # without the root, which is emitted and not cached
         self.prefill_end = len(self.tokens) - (1 if self.num_emitted else 0)
 
     def read(self, end: int) -> None:
-        """The target has the columns of its prompt below `end`, and a token drawn behind them was
-        taken.
+        """Note that the target has the columns of its prompt below `end`, and that a token drawn
+        behind them was taken.
         """
         assert self.num_cached < end <= self.prefill_end
         self.num_cached = end
@@ -117,17 +116,19 @@ class RunningSample:
             self.finish_reason = "length"
 
     def enter(self, last: int) -> range:
-        """The columns up to `last` that lack the draft's entry; the caller makes them."""
+        """The columns up to `last` without the draft's entry, counted as made: the caller makes
+        them.
+        """
         missing = range(self.draft_len, last + 1)
         self.draft_len = last + 1
         return missing
 
     def lose_entries(self, first: int = 1) -> None:
-        """The draft's entries from a column on are to be made again."""
+        """The draft's entries from a column on have to be made again."""
         self.draft_len = min(self.draft_len, max(1, first))
 
     def advance(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-        """`take` what a round has drawn: of these the target has all columns but the last."""
+        """`take` the tokens of a round: the target has the columns of all but the last."""
         taken = self.take(tokens, end_tokens)
         self.num_cached += len(taken)
         if not taken:  # the root's entry is made again: the next tree grows from it
@@ -135,16 +136,15 @@ class RunningSample:
         return taken
 
     def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-        """Append the tokens, up to the one that ends the sample; returns those appended.
-
-        Sets finish_reason if the sample ends: by a token, or else by its error.
+        """Append the tokens, up to the one that ends the sample; returns those appended. Sets
+        finish_reason where the sample ends: by a token, else by its error.
         """
         params = self.request.params
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             is_end = token in end_tokens and not params.ignore_eos
             is_end |= token in params.stop_token_ids
-            if self.stops is not None and not is_end:  # what ends an answer is none of its text
+            if self.stops is not None and not is_end:  # an end token is not part of the text
                 is_end = self.stops.push(token)
             if is_end:
                 self.finish_reason = "stop"
@@ -175,8 +175,8 @@ def page_table(samples: Sequence[RunningSample]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One forward of the target and what belongs to it. chunks: of a prefill, the columns
-    [start, end) of each sample; None for a round.
+    """One forward of the target. chunks: of a prefill, the columns [start, end) of each sample;
+    None for a round.
     """
 
     samples: list[RunningSample]
@@ -188,8 +188,8 @@ class BatchLimits:
     """The most that jobs may hold.
 
     max_batch: running samples. prefill_chunk: tokens of a prefill. tree_columns: columns that a
-    round may write for a sample, the root's and those behind it. scored_chunk: tokens of a prefill
-    that are scored for prompt_logprobs. pause_ms: between two rounds of samples that decode.
+    round may write for a sample, from the root's on. scored_chunk: tokens of a prefill that are
+    scored for prompt_logprobs. pause_ms: between two rounds of decoding samples.
     """
 
     max_batch: int
@@ -200,9 +200,8 @@ class BatchLimits:
 
 
 class Scheduler:
-    """The waiting and the running samples, and the pages of the running ones.
-
-    Each job of `schedule` is run and then settled before the next is asked for.
+    """The waiting and running samples, and the pages of the running ones. Each job of `schedule` is
+    run and settled before the next is asked for.
     """
 
     def __init__(self, pool: PagePool, limits: BatchLimits, keeps_prefixes: bool = True) -> None:
@@ -229,11 +228,10 @@ class Scheduler:
         return len(self._running)
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of this id waits or runs."""
         return any(sample.request.id == request_id for sample in (*self._waiting, *self._running))
 
     def most_pages(self, num_tokens: int) -> int:
-        """The most pages that a sample of so many tokens, prompt and answer, ever holds."""
+        """The most pages that a sample of num_tokens, prompt and answer, ever holds."""
         return self._pool.pages_for(num_tokens + self._limits.tree_columns)
 
     def add(self, sample: RunningSample) -> None:
@@ -241,13 +239,13 @@ class Scheduler:
         self._wait(sample, self._num_arrived)
 
     def cancel(self, request_id: str) -> None:
-        """Forget all samples of a request; an unknown id is no error."""
+        """Drop all samples of a request; an unknown id is no error."""
         self._waiting = [sample for sample in self._waiting if sample.request.id != request_id]
         for sample in [sample for sample in self._running if sample.request.id == request_id]:
             self._leave(sample)
 
     def schedule(self) -> Job | None:
-        """The next job; None if there is nothing to do, or nothing yet: all wait for grammars."""
+        """The next job; None if there is none, or while all samples wait for grammars."""
         first, second = self._prefill, self._round
         if self._prefilled_last:
             first, second = second, first
@@ -258,9 +256,7 @@ class Scheduler:
         return job
 
     def settle(self, job: Job, ms: float = 0.0) -> None:
-        """Keep what a job has computed for other requests, release what has ended, and learn from
-        how long it took.
-        """
+        """Keep a job's pages for other requests, release ended samples, and learn from its time."""
         if job.chunks is None:
             self._round_ms += _ROUND_RATE * (ms - self._round_ms) if self._round_ms else ms
         elif ms:
@@ -273,7 +269,7 @@ class Scheduler:
                 self._leave(sample)
 
     def forget_drafts(self) -> None:
-        """Another head drafts from now on: the entries of all pages are to be made by it."""
+        """Another head drafts: all entries have to be made again."""
         self._pool.is_drafted[:] = [False] * self._pool.num_pages
         for sample in self._running:
             sample.lose_entries()
@@ -285,7 +281,6 @@ class Scheduler:
     # Prefill
 
     def _prefill(self) -> Job | None:
-        """A job of chunks, of running samples and of newly admitted ones."""
         left_ms = _ANY_MS
         if any(sample.is_prefilled for sample in self._running):
             left_ms = _PAUSE_SHARE * self._limits.pause_ms - self._round_ms
@@ -315,9 +310,9 @@ class Scheduler:
         readers: Mapping[RunningSample, RunningSample | None],
         weights: tuple[float, float],
     ) -> dict[RunningSample, int]:
-        """The samples that read their prompts or may be admitted, the first in line first, and what
-        each has left, in rows that are not scored. readers: of `_admit`; one that reads for others
-        has the best of their places and the least of what they have left.
+        """The samples that read their prompts or may be admitted, in line order, with what each has
+        left, in rows that are not scored. readers: of `_admit`; a sample that reads for others has
+        the best of their places and the least of their rests.
         """
         has_room = len(self._running) < self._limits.max_batch and None not in readers.values()
         reading = [sample for sample in self._running if not sample.is_prefilled]
@@ -330,15 +325,14 @@ class Scheduler:
         return line
 
     def _admit(self, newcomer: RunningSample) -> RunningSample | None:
-        """Run a waiting sample: give it the pages of its tokens and of a round. Returns who reads
-        for it: itself, or, nothing changed, a running sample that is about to compute the next page
-        of both; None, and nothing changed, if there are too few pages.
+        """Run a waiting sample: give it pages for its tokens and a round. Returns who reads for it:
+        itself; or a running sample that is about to compute the next page of both; or None where
+        there are too few pages. In the last two cases nothing changes.
         """
         reused = self._reused(newcomer)
         leader = self._leader(newcomer, len(reused) + 1)
         count = self._pool.pages_for(newcomer.prefill_end + self._limits.tree_columns) - len(reused)
-        # A page to grow for each that runs already, or the newcomer would be preempted as soon as
-        # it is in.
+        # Leave a page to grow for each running sample, or the newcomer would be preempted at once.
         fits = count + len(self._running) <= self._pool.num_available
         fits &= len(self._running) < self._limits.max_batch
         rest = self._pool.allocate(count) if fits and leader is None else None
@@ -356,16 +350,16 @@ class Scheduler:
 
     def _reused(self, newcomer: RunningSample) -> list[int]:
         """The kept pages of its prefix, held."""
-        # The last token is computed in any case: without it there are no logits, and no feature for
-        # the draft; all are for the prompt's log-probabilities.
+        # The last token is always computed, for its logits and feature; log-probabilities of the
+        # prompt need all tokens.
         if not self._keeps_prefixes or _is_scored(newcomer):
             return []
         prefix = newcomer.tokens[: newcomer.prefill_end - 1]
         return self._pool.match(prefix, newcomer.request.cache_salt)
 
     def _leader(self, newcomer: RunningSample, num_pages: int) -> RunningSample | None:
-        """The running sample that is about to compute a newcomer's page of this number: one of the
-        same request, or of a prompt that takes several jobs to read.
+        """The running sample that is about to compute this page of a newcomer: of the same request,
+        or of a prompt that takes several jobs to read.
         """
         end = num_pages * self._pool.page_size
         if not self._keeps_prefixes or _is_scored(newcomer) or end >= newcomer.prefill_end:
@@ -386,10 +380,8 @@ class Scheduler:
     # Rounds
 
     def _round(self) -> Job | None:
-        """A round of all samples that are prefilled, but those whose grammars are late; preempts
-        until there are pages for its trees.
-
-        None if there is no such sample.
+        """A round of all prefilled samples, except those whose grammars are late; preempts until
+        there are pages for its trees. None without such a sample.
         """
         while True:
             samples = [one for one in self._running if one.is_prefilled and not one.sampler.is_late]

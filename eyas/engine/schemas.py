@@ -15,8 +15,8 @@ _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def plain_schema(schema: Any) -> Any:
-    """A JSON schema that allows the same, without uniqueItems where it is false, and with anyOf for
-    a oneOf of constants that all differ.
+    """An equivalent JSON schema without false uniqueItems, and with anyOf for a oneOf of constants
+    that all differ.
     """
     if not isinstance(schema, dict):
         return schema
@@ -35,7 +35,7 @@ def plain_schema(schema: Any) -> Any:
 
 
 def _are_constants(schemas: Any) -> bool:
-    """Whether each allows some values only, and no two the same."""
+    """Whether each schema allows some values only, and no two the same."""
     values: list[Any] = []
     for schema in schemas if isinstance(schemas, list) else [None]:
         if not isinstance(schema, dict):
@@ -52,8 +52,8 @@ def _are_constants(schemas: Any) -> bool:
 
 
 def lark(grammar: str) -> str:
-    """A grammar in Lark's form, from that form or from llama.cpp's GBNF. What a rule of characters
-    alone matches is the longest text that it can. Raises ValueError.
+    """A grammar in Lark's form, from that form or llama.cpp's GBNF. A rule of characters alone
+    matches the longest text it can. Raises ValueError.
     """
     try:
         return any_to_lark(_ESCAPED.sub(_character, grammar))
@@ -64,7 +64,7 @@ def lark(grammar: str) -> str:
 
 
 def _character(escape: re.Match[str]) -> str:
-    """A character in place of its number, which the library's reader cuts short."""
+    """The character that an escape numbers: the library's reader cuts the number short."""
     code = escape[1] or escape[2]
     if code is None or not 0x7F < int(code, 16) < 0x110000:
         return f"\\x{int(code, 16):02x}" if code and int(code, 16) < 0x80 else escape[0]

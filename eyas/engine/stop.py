@@ -1,6 +1,5 @@
-"""Stop strings: the token that completes one in the decoded text, and the text before it.
-
-The only place where stop strings are matched.
+"""Stop strings, matched only here: the token that completes one in the decoded text, and the text
+before it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from eyas.chat import TextStream
 class StopFilter:
     """Passes text through up to the first stop string and holds back what may become one.
 
-    All that `push` and `finish` return, joined, is the text before the stop string that is complete
+    The results of `push` and `finish`, joined, are the text before the stop string that is complete
     first (of two that end together, the longer), however the text was cut into pieces.
     """
 
@@ -39,7 +38,14 @@ class StopFilter:
             end, start = min(ends)
             self.rest = self._held[end:]
             return self._held[:start]
-        certain = len(self._held) - self._open_length()
+        # the longest end of the held text that begins a stop string
+        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        ends_open = (
+            n
+            for n in range(longest, 0, -1)
+            if any(stop.startswith(self._held[-n:]) for stop in self._stops)
+        )
+        certain = len(self._held) - next(ends_open, 0)
         text, self._held = self._held[:certain], self._held[certain:]
         return text
 
@@ -47,24 +53,12 @@ class StopFilter:
         """What was held back, when the text ended without a stop string."""
         return "" if self.hit else self._held
 
-    def _open_length(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
-        return next(
-            (
-                n
-                for n in range(longest, 0, -1)
-                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
-
 
 class StopChecker:
     """Decodes the tokens of a sample one by one and ends its text before the first stop string.
 
-    The bytes of an unfinished character are no text yet, so a stop string never matches half a
-    character. In the text of the first `min_tokens` tokens nothing is searched for.
+    Bytes of an unfinished character are no text yet, so a stop string never matches half a
+    character. The text of the first `min_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -90,6 +84,6 @@ class StopChecker:
         return self._filter.hit
 
     def take_text(self) -> str:
-        """The text that is certain and has not been taken yet."""
+        """The certain text since the last call."""
         text, self._text = self._text, ""
         return text

@@ -1,15 +1,15 @@
 """Drafts from text: what followed the last tokens before, in this request or in other answers.
 
 A match is a run of tokens that ends where the answer ends now and stood somewhere before; what
-followed it there is a chain of candidates. Chains are looked up in microseconds, and the target
+followed it there is a chain of candidates. Chains are looked up in microseconds; the target
 verifies them like any other candidate.
 
     TextIndex      the request's own prompt and answer: the longest match, of those the most recent
     RecentAnswers  recent answers, by salt: the longest match, of three tokens or more
     kinds          what is known of a candidate before any model looks at it
 
-Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match that Deflate looks for
-(RFC 1951, section 4): chains of earlier places by hash, of which the most recent are compared.
+Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match of Deflate (RFC 1951,
+section 4): chains of earlier places by hash, of which the most recent are compared.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CHAIN = 8  # tokens of a chain: a verify of so many rows costs hardly more than one of a row
-_LONGEST = 16  # tokens of a match that are looked at: longer ones come true no more often
+CHAIN = 8  # tokens: verifying 8 rows costs hardly more than one
+_LONGEST = 16  # tokens of a match: longer ones come true no more often
 _PLACES = 24  # earlier places that are compared
 _KEY = 3  # tokens by which they are found
 RECENT_TOKENS = 1 << 16  # hundreds of answers, some 25 MB
-_SALTS = 256  # that are remembered at a time: an index costs memory without any token
+_SALTS = 256  # remembered: an empty index takes memory too
 
 # A candidate's kind: its source, how long the match was, and whether it is a chain's first token.
 # The match counts the tokens of the chain before the candidate too: 1, 2, 3, 4-5, ...
 _MATCHES = (2, 3, 4, 6, 9, 14)
 NUM_MATCHES = len(_MATCHES) + 1
 _CLASS_OF = [bisect_right(_MATCHES, length) for length in range(_LONGEST + CHAIN + 1)]
-_RECENT = NUM_MATCHES  # where the classes of matches in other answers begin
+_RECENT = NUM_MATCHES  # first class of matches in other answers
 NUM_KINDS = 2 * (_RECENT + NUM_MATCHES)
 # how often candidates of a class came true in 270 greedy answers of SmolLM2, before any are seen
 FIRST_ACCEPTANCE = 2 * (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -73,8 +73,8 @@ class TextIndex:
             known.append(token)
 
     def match(self) -> tuple[int, int]:
-        """Of the last tokens: the place behind their longest earlier match, and its length up to
-        _LONGEST; the most recent of several. (-1, 0) where there is none.
+        """The place behind the longest earlier match of the last tokens (of several the most
+        recent), and its length up to _LONGEST; (-1, 0) for none.
         """
         known, n = self.tokens, len(self.tokens)
         found, best = self.match_of(known)
@@ -87,7 +87,7 @@ class TextIndex:
         return -1, 0
 
     def match_of(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """As `match`, of the last of these tokens, three or more of them."""
+        """As `match`, for the last of these tokens, three or more of them."""
         known, n = self.tokens, len(tokens)
         if n < _KEY:
             return -1, 0
@@ -108,8 +108,8 @@ class TextIndex:
         return found, best
 
     def chain(self) -> TextChain | None:
-        """What followed the match; where it is the text's end, the same over again: what has been
-        repeated goes on to be.
+        """What followed the match; where it reaches the end of the text, repeated, as repetition
+        tends to go on.
         """
         place, length = self.match()
         if place < 0:
@@ -123,8 +123,8 @@ class TextIndex:
 class RecentAnswers:
     """Recent answers of the engine, each found under its own salt alone.
 
-    A salt has two generations: when the newer is half of what may be kept, the older is forgotten.
-    Where all salts together have too much, the one that was added to longest ago is forgotten.
+    A salt has two generations: when the newer holds half of the limit, the older is dropped. Where
+    all salts together hold too much, the one longest without a new answer is dropped.
     """
 
     def __init__(self, most_tokens: int = RECENT_TOKENS) -> None:
@@ -147,7 +147,7 @@ class RecentAnswers:
             self._by_salt.popitem(last=False)
 
     def chain(self, salt: str | None, tokens: Sequence[int]) -> TextChain | None:
-        """What followed the longest match of the last tokens, up to where the text ends."""
+        """What followed the longest match of the last tokens, up to the end of the text."""
         last = tokens[-_LONGEST:]
         found: tuple[int, list[int]] = 0, []
         for index in self._by_salt.get(salt, ()):
@@ -164,5 +164,7 @@ class RecentAnswers:
 
 
 def kinds_of(length: int, count: int, first: int = 0) -> list[int]:
-    """Of a chain of `count` tokens behind a match of so many; first: the source's first class."""
+    """Kinds of a chain of `count` tokens behind a match of `length`; first: the source's first
+    class.
+    """
     return [2 * (first + _CLASS_OF[length + depth]) + (depth > 0) for depth in range(count)]

@@ -3,10 +3,10 @@
     candidates, level by level       tree of N nodes: node 0, the root, is the last emitted token;
     (all children of all frontiers)  the kept candidates follow in their order, parents first
 
-A node's path probability is the chance that it is emitted because it is in the tree, and a sum of
-them is the expected number of extra tokens, whatever the tree. The best n nodes of all requests are
-therefore the n of highest path probability, and the only question is n: each more brings fewer
-tokens, and costs what the machine's curve says. So one sort gives one budget over all requests.
+A node's path probability is the chance that it is emitted because it is in the tree; their sum is
+the expected number of extra tokens of any tree. So the best n nodes of all requests are the n of
+highest path probability, and the only question is n: each further node brings fewer tokens, at the
+cost of the machine's curve. One sort gives one budget over all requests.
 
 Letters: B requests, C candidates a request, n nodes kept in all, N nodes of a tree.
 """
@@ -32,7 +32,7 @@ Mode = Literal["off", "fixed", "auto"]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Whether trees are drafted, and how large they may be: exactly so in fixed, at most in auto.
+    """Whether trees are drafted, and their size: exact in fixed, a maximum in auto.
 
     num_draft_steps: levels; tree_topk: branches of a node, 1 for a chain; num_verify_tokens: tokens
     that the target judges, root included.
@@ -64,8 +64,8 @@ class Speculation:
 
     @classmethod
     def parse(cls, text: str) -> Speculation:
-        """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Without sizes
-        they are the defaults. Raises ConfigError.
+        """`off`, `auto`, `fixed`, the last two also with sizes: `fixed(6,3,12)`. Raises
+        ConfigError.
         """
         number = r"\s*(\d+)\s*"
         sizes = rf"\({number},{number},{number}\)"
@@ -94,7 +94,7 @@ class Speculation:
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
     """kept bool [B, C] is connected: a kept node's parent is kept. expected_tokens includes one
-    token a request in the forward.
+    token for each request.
     """
 
     kept: np.ndarray
@@ -111,18 +111,16 @@ def choose(
     max_nodes: int,
     rate: float,
 ) -> NodeChoice:
-    """The prefix of the sorted candidates that is worth most: the highest tokens - rate * ms.
+    """The prefix of the sorted candidates with the highest tokens - rate * ms.
 
-    path_probs [B, C]: level by level, a child at most its parent's. ms_of_nodes[n]: cost of the
-    verifying forward with n nodes besides the roots; its length limits n. num_tokens: emitted
-    without any node, one a request in the forward. max_nodes: per request. rate: the long-run
-    tokens/ms. Rounds differ, and the tokens of all rounds over the time of all rounds are highest
-    when each round stops where a node earns less than the average round does.
+    path_probs [B, C]: level by level, a child at most its parent's. ms_of_nodes[n]: the verifying
+    forward with n nodes besides the roots; its length limits n. num_tokens: emitted without any
+    node, one a request. max_nodes: per request. rate: long-run tokens/ms. Total tokens over total
+    time are highest when each round stops where a node earns less than the average round.
     """
     B, C = path_probs.shape
     width = min(C, max_nodes)
-    # Stable sorts: at equal scores the lower index goes first, and a parent's index is below its
-    # child's.
+    # Stable: at equal scores a parent, whose index is lower, comes before its child.
     order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
     if B == 1:
         best = path_probs[0, order[0]]
@@ -147,10 +145,8 @@ def choose(
 
 def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
     """The tree of a fixed size, kept bool [B, C]: each request's `num_nodes` best (EAGLE-2, arXiv
-    2406.16858, section 4.2).
-
-    A child never scores above its parent and stands behind it, so at equal scores too the kept
-    nodes are connected.
+    2406.16858, section 4.2). A child never scores above its parent and stands behind it, so the
+    kept nodes are connected at equal scores too.
     """
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, np.argsort(-scores, axis=1, kind="stable")[:, :num_nodes], True, axis=1)
@@ -158,11 +154,11 @@ def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
 
 
 def goes_on(frontier_Bk: np.ndarray, thresholds: Sequence[float], level: int) -> bool:
-    """Whether a level grows from these frontiers, scores [B, k]; level: 0 for that of depth 2.
+    """Whether a level grows from these frontiers, scores [B, k]; level: 0 for depth 2.
 
-    thresholds [K]: the last one is the path probability that counts for nothing, since a node of it
-    is not worth its time. A level is drafted while what the requests' best paths have above that
-    adds up to its threshold.
+    thresholds [K]: the last is the path probability from which a node is worth its time. A level is
+    drafted while the sum of what the requests' best paths have above it reaches the level's
+    threshold.
     """
     best_B = np.exp(frontier_Bk.max(axis=1).astype(np.float64))
     return float(np.maximum(best_B - thresholds[-1], 0.0).sum()) >= thresholds[level]
@@ -180,7 +176,7 @@ class Tree:
 
     @classmethod
     def of_root(cls, token: int) -> Tree:
-        """A tree that proposes nothing: its round is plain decoding."""
+        """A tree without proposals: its round is plain decoding."""
         return cls([token], [-1])
 
     def __len__(self) -> int:
@@ -188,7 +184,7 @@ class Tree:
 
 
 def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tree:
-    """The tree of request b's candidates `kept`, ascending indices that are connected."""
+    """The tree of request b's candidates `kept`, ascending connected indices."""
     tree = Tree.of_root(root)
     tokens, parents, node_of = proposals.tokens[b], proposals.parents[b], {-1: 0}
     for node, candidate in enumerate(kept, start=1):
@@ -208,7 +204,9 @@ def tree_of_line(root: int, chosen: NodesToVerify, b: int) -> Tree:
 def drafted_tree(
     proposals: Proposals, b: int, kept_C: np.ndarray, emitted: Sequence[int]
 ) -> DraftedTree:
-    """The update's form of request b's candidates `kept_C`, bool [C]: which became tokens."""
+    """The update's form of request b's candidates `kept_C`, bool [C], with those that were
+    accepted.
+    """
     kept = kept_C.nonzero()[0].tolist()
     tree, scores = tree_of(-1, proposals, b, kept), [0.0, *proposals.scores[b, kept].tolist()]
     tokens, parents = tree.tokens[1:], tree.parents[1:]

@@ -1,8 +1,6 @@
 """Tokens and bytes of a run, counted before it: prompts through the target's own template, answers
-at a stated length.
-
-Without a stated mean length of answers these are upper bounds: every answer counts max_tokens, and
-no row is dropped for its content.
+at a stated length. Without a stated mean length these are upper bounds: every answer counts
+max_tokens, and no row is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from eyas.train.trainer import HEAD_BYTES_PER_PARAMETER, TrainConfig
 
 SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
 STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
-# of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
+# an answer's row holds its text and all earlier turns as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
 FILLER = (
     "I would like to know how a young hawk is raised, and what it takes to let it hunt by "
@@ -45,10 +43,9 @@ FILLER = (
 class Needs:
     """Totals of a run.
 
-    prompt_tokens: the sum over all answers, so a prompt counts once for each answer that follows
-    it. feature_tokens: what `capture` computes; a conversation's turns are one sample where the
-    template keeps earlier turns as they were. sampled: prompts that were counted, which stand for
-    all.
+    prompt_tokens: summed over all answers, so a prompt counts once for each answer. feature_tokens:
+    computed by `capture`; a conversation's turns are one sample where the template keeps earlier
+    turns unchanged. sampled: counted prompts, which stand for all.
     """
 
     prompts: int
@@ -61,9 +58,8 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Bytes that a run writes, by stage. free: where it writes, None for an object store.
-
-    present: bytes of these that are there already.
+    """Bytes that a run writes, by stage. free: where it writes, None for an object store. present:
+    already there.
     """
 
     answers: int
@@ -106,17 +102,15 @@ class Plan:
     codec: str
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
         return {**dataclasses.asdict(self), "fits": self.room.fits}
 
 
 def plan_run(
     run: PlannedRun, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
 ) -> Plan:
-    """The plan for num_prompts prompts, from a sample of them.
-
-    answer_tokens: the mean length of answers, if known. Raises EmptyInputError, MismatchError
-    (too few layers), and what reading the target raises.
+    """The plan for num_prompts prompts, from a sample of them. answer_tokens: the mean length of
+    answers, if known. Raises EmptyInputError, MismatchError (too few layers), and what reading the
+    target raises.
     """
     folder = resolve_target(run.target)
     shape = target_shape(folder)
@@ -167,9 +161,8 @@ def filler_prompts(count: int, characters: int) -> list[Prompt]:
 
 
 def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
-    """The number of prompts in a finished artifact, and a sample of them.
-
-    Raises EmptyInputError, MissingInputError.
+    """The number of prompts in a finished artifact, and a sample of them. Raises EmptyInputError,
+    MissingInputError.
     """
     artifact.manifest("prompts")
     count = count_prompts(artifact)
@@ -178,9 +171,7 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
 
 
 def source_prompts(config: PromptsConfig) -> tuple[int, list[Prompt]]:
-    """The number of prompts in the sources of a run file before any is dropped, and a sample of
-    them.
-    """
+    """The number of prompts in the sources of a run file, nothing dropped, and a sample of them."""
     draw, count, sample = random.Random(config.seed), 0, list[Prompt]()
     of_sources = (
         islice((row for row in read_source(one) if isinstance(row, SourceRow)), one.max_prompts)
@@ -202,10 +193,8 @@ def count_needs(
     config: GenerateConfig,
     answer_tokens: int | None = None,
 ) -> Needs:
-    """Needs of num_prompts prompts, of which `prompts` are a sample.
-
-    answer_tokens: the mean length of answers, if known. Raises EmptyInputError when the template
-    takes no prompt.
+    """Needs of num_prompts prompts, of which `prompts` are a sample. answer_tokens: the mean length
+    of answers, if known. Raises EmptyInputError when the template takes no prompt.
     """
     length = min(answer_tokens or config.max_tokens, config.max_tokens)
     merged = keeps_earlier_turns(chat)
@@ -233,10 +222,8 @@ def count_needs(
 def turn_lengths(
     prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int
 ) -> list[int] | None:
-    """Tokens before each answer, earlier answers at their stated length included.
-
-    None where the template refuses the prompt. Turns that leave no room for an answer are left out,
-    as in `generate`.
+    """Tokens before each answer, earlier answers at their stated length included. None where the
+    template refuses the prompt. Turns without room for an answer are left out, as in `generate`.
     """
     messages: list[Message] = (
         [{"role": "system", "content": prompt.system}] if prompt.system is not None else []

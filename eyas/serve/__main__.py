@@ -17,16 +17,15 @@ from eyas.log import log_to_stderr
 from eyas.serve.server import ServeConfig, serve
 
 
-def end_with_input() -> None:
-    """Wait for the end of standard input, then ask this process to end."""
-    while os.read(0, 1):  # a buffered one would hold a lock that the interpreter's end needs
+def _end_with_input() -> None:
+    while os.read(0, 1):  # buffered reading would hold a lock that the interpreter's end needs
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
     if "ends-with-input" in sys.argv[2:]:
-        threading.Thread(target=end_with_input, daemon=True).start()
+        threading.Thread(target=_end_with_input, daemon=True).start()
     log_to_stderr(logging.WARNING)
     try:
         serve(

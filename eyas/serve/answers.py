@@ -1,6 +1,4 @@
-"""How an answer goes out: server-sent events, JSON in pieces, and what becomes of failures and of
-clients that leave.
-"""
+"""How an answer is sent: server-sent events, JSON in pieces; failures and clients that leave."""
 
 from __future__ import annotations
 
@@ -26,17 +24,14 @@ from eyas.serve.writers import CompletionWriter
 
 LONG_ECHO = 256  # tokens of a prompt with up to 20 alternatives each: some 10 ms to write
 PIECE = 64  # elements of a list
-# updates: those of a client that has not read for a while are many, and others write in between
-PART = 16
+PART = 16  # updates: after a slow client's many, others write in between
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events.
-
-    If the client disconnects, or has not read all of them after timeout_s, the source of the events
-    is closed, which cancels its requests.
+    """A response of server-sent events. If the client disconnects, or has not read all after
+    timeout_s, the source of the events is closed, which cancels its requests.
     """
 
     media_type = "text/event-stream"
@@ -69,9 +64,8 @@ async def event_pieces(
     exchange: Exchange,
     completion: CompletionWriter,
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream: one piece of bytes for updates that came together, up to PART.
-
-    The status has been sent by now, so an error is an event too.
+    """The events of a stream: one piece of bytes for up to PART updates that came together. The
+    status has been sent by now, so an error is an event too.
     """
     batch = first
     async with aclosing(updates):
@@ -98,7 +92,7 @@ async def event_pieces(
 
 
 async def _chunks(completion: CompletionWriter, batch: list[Update]) -> str:
-    """The events of updates; of prompts whose log-probabilities are many, in a thread."""
+    """The events of updates; in a thread where prompts have many log-probabilities."""
     num_scored = sum(len(update.prompt_logprobs or ()) for update in batch)
 
     def write() -> str:
@@ -108,9 +102,8 @@ async def _chunks(completion: CompletionWriter, batch: list[Update]) -> str:
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client disconnects.
-
-    Raises ClientDisconnect, and what `work` raises.
+    """The result of `work`, which is cancelled if the client disconnects. Raises ClientDisconnect,
+    and what `work` raises.
     """
     task = asyncio.ensure_future(work)
     # the body is read: the next message is the disconnect
@@ -127,7 +120,7 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """JSON as JSONResponse writes it, in pieces: no other thread runs while one is made, and the
+    """JSON as JSONResponse writes it, in pieces: making one blocks other threads, and the
     log-probabilities of a long answer are megabytes.
     """
     if isinstance(value, dict) and value:
@@ -153,7 +146,7 @@ def _json(value: Any) -> str:
 
 
 def api_error(error: EyasError) -> ApiError:
-    """What the worker raises of a request that it took, as the client gets it."""
+    """The worker's error about a request as the client gets it."""
     if isinstance(error, InputError):
         return refused_by_engine(error)
     if isinstance(error, RequestTimeout):
@@ -164,7 +157,7 @@ def api_error(error: EyasError) -> ApiError:
 
 
 def internal_error(exchange: Exchange, error: Exception) -> ApiError:
-    """A fault of the server's own: logged without its message, which may quote a request."""
+    """A fault of the server: logged without its message, which may quote a request."""
     exchange.failure = "internal_error"
     log.error("internal error", extra={"data": {"request_id": exchange.id, **error_facts(error)}})
     return ApiError(500, f"internal error: {type(error).__name__}")

@@ -3,11 +3,9 @@
     host, key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's
         requests -> queue -> updates -> events or one object
 
-A body is parsed, rendered and tokenized in a thread, large ones in another than small ones: the
-event loop waits for none of it.
-
-Every failure on this way is an ApiError. Every request ends in one line of log and in the metrics;
-neither has any of its text. Until a model is served (`Api.open`), requests get 503.
+Bodies are parsed, rendered and tokenized in threads, so the event loop never waits; large bodies
+have a thread of their own. Every failure is an ApiError. Every request gives one line of log and
+enters the metrics, without any of its text. Until a model is served (`Api.open`), requests get 503.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ from eyas.serve.vertex import VertexConfig, error_body, instances, located, open
 from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
 
-# What to ask here in place of other servers' paths.
+# The endpoint here for a path of another server.
 ELSEWHERE = {
     path: what
     for what, paths in {
@@ -84,21 +82,19 @@ ELSEWHERE = {
 }
 CLIENT_GONE = 499  # as access logs call it; no client reads it
 LOADING_RETRY_S = 5
-# A body up to so many times too long is read to its end, or the client would see no answer: the
-# connection is reset when it is closed with unread bytes.
+# A body up to this many times too long is read to its end: closing with unread bytes resets the
+# connection, and the client would see no answer.
 MAX_BODY_OVERRUN = 4
 SMALL_BODY = 16 << 10  # bytes: tokenized in some 10 ms
-LONG_ANSWER = 1024  # tokens, of an answer that is written beside large bodies
-MAX_HELD_BODIES = 16  # large bodies that are read or wait for their translation, times the largest
+LONG_ANSWER = 1024  # tokens: a longer answer is written in the thread of large bodies
+MAX_HELD_BODIES = 16  # bodies of the largest size that may be in memory untranslated
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelService:
-    """A loaded model: what clients learn of it, the engine's thread, its translator, and what the
-    head's card says of the drafts that are served.
-    """
+    """A loaded model: its public facts, the engine's thread, its translator, its head's card."""
 
     info: ModelInfo
     worker: EngineWorker
@@ -107,7 +103,7 @@ class ModelService:
 
     @property
     def info_now(self) -> ModelInfo:
-        """Without a head once it has failed."""
+        """The facts, without a head once it has failed."""
         has_head = self.info.has_head and self.worker.draft_failure is None
         return replace(self.info, has_head=has_head)
 
@@ -122,7 +118,7 @@ class ModelService:
 def create_app(
     model: str, limits: LimitsConfig | None = None, vertex: VertexConfig | None = None
 ) -> Starlette:
-    """The application, which answers 503 until `app.state.api.open` gives it a model.
+    """The application; it answers 503 until `app.state.api.open` gives it a model.
 
     model: the name in requests. Raises what reading API keys raises (`AccessControl`).
     """
@@ -133,9 +129,17 @@ def create_app(
         yield
         await api.close()
 
+    middleware = [Middleware(HostCheck, access=api.access)]
+    if origins := api.limits.allowed_origins:
+        options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        options |= {
+            "allow_private_network": True,
+            "expose_headers": ["x-request-id", "retry-after"],
+        }
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **options))
     app = Starlette(
         routes=api.routes(),
-        middleware=[*_cors(api.limits.allowed_origins), Middleware(HostCheck, access=api.access)],
+        middleware=middleware,
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
@@ -143,14 +147,8 @@ def create_app(
     return app
 
 
-def _cors(origins: list[str]) -> list[Middleware]:
-    options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    options |= {"allow_private_network": True, "expose_headers": ["x-request-id", "retry-after"]}
-    return [Middleware(CORSMiddleware, allow_origins=origins, **options)] if origins else []
-
-
 class HostCheck:
-    """Answers 403 to a request whose header Host is not this server's, at every path."""
+    """Answers 403 at every path where the header Host is not this server's."""
 
     def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self._app, self._access = app, access
@@ -183,8 +181,8 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
 
 
 def copy_head(heads: Path, name: str, copy: str) -> None:
-    """Copy a head's files: where one is replaced while it is mapped, the process ends. Raises
-    InputError for files that are none or lie elsewhere.
+    """Copy a head's files, since replacing a mapped file would end the process. Raises InputError
+    for files that cannot be read or lie elsewhere.
     """
     home = heads.resolve()
     Path(copy).mkdir()
@@ -207,8 +205,6 @@ Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
 
 
 class Api:
-    """The endpoints."""
-
     def __init__(self, model: str, limits: LimitsConfig, vertex: VertexConfig | None) -> None:
         self.limits = limits
         self.access = AccessControl(limits)
@@ -228,14 +224,14 @@ class Api:
         self._num_open = 0  # requests that have not ended
         self._started = int(time.time())
         self._recent_e2e_s = 1.0  # moving mean
-        self._head: str | None = None  # that was swapped in last
+        self._head: str | None = None  # swapped in last
         self._swapping = asyncio.Lock()
-        self._held_bytes = 0  # of bodies that are not translated
+        self._held_bytes = 0  # of bodies not translated yet
         self.endpoints: list[str] = []
         self._lanes = ThreadPoolExecutor(1, "small bodies"), ThreadPoolExecutor(1, "large bodies")
 
     def routes(self) -> list[Route]:
-        """All routes; Vertex AI's come first, unless their paths are those of other endpoints."""
+        """All routes. Vertex AI's come first, unless another endpoint has their path."""
         routes = [
             self._route("/v1/chat/completions", partial(self._complete, ChatRequest), "POST"),
             self._route("/v1/completions", partial(self._complete, TextRequest), "POST"),
@@ -277,7 +273,7 @@ class Api:
     def drain(self) -> None:
         """Take no more requests; those that run have limits.shutdown_s to finish."""
         self._is_draining = True
-        if self._service is None:  # it never served, and what ended it says why
+        if self._service is None:  # it never served
             return
         worker = self._service.worker
         log.info("shutting down", extra={"data": {"requests": worker.num_requests}})
@@ -285,11 +281,10 @@ class Api:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no request runs, and what reads the counters regularly has the last of them."""
+        """Whether no request runs, and a regular scraper has the last counters."""
         return self._num_open == 0 and not self._metrics.is_awaited
 
     async def close(self) -> None:
-        """End the threads."""
         for lane in self._lanes:
             lane.shutdown(wait=False, cancel_futures=True)
         if self._service is not None:
@@ -304,12 +299,11 @@ class Api:
         method: str = "GET",
         error_form: Callable[[ApiError], dict[str, Any]] = ApiError.body,
     ) -> Route:
-        """A route that needs a key and a model; what its handler raises becomes an answer."""
+        """A route that needs a key and a model. Exceptions of its handler become answers."""
 
         async def respond(http: HttpRequest) -> Response:
             exchange = Exchange(http)
-            address = http.client.host if http.client else ""
-            exchange.client = address  # of a key that is refused, too
+            address = exchange.client = http.client.host if http.client else ""
             self._num_open += 1
             try:
                 if self._is_draining:
@@ -350,7 +344,7 @@ class Api:
     # Endpoints
 
     async def _health(self, _: HttpRequest) -> Response:
-        """200 while the engine can take requests, also without its head; else 503 and why."""
+        """200 while the engine takes requests, with or without its head; else 503 and why."""
         if self._service is None:
             return JSONResponse({"status": "loading"}, 503, {"retry-after": str(LOADING_RETRY_S)})
         worker = self._service.worker
@@ -366,7 +360,7 @@ class Api:
         return JSONResponse({"status": "failed", "error": error}, 503)
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
-        """While the server drains too; without an engine that runs, the server's own part."""
+        """Works while the server drains. Without a running engine: the server's own part."""
         counters, num_samples = dict[str, float](), 0
         if self._service is not None:
             num_samples = self._service.worker.num_samples
@@ -388,8 +382,6 @@ class Api:
         exchange: Exchange,
         service: ModelService,
     ) -> Response:
-        """Text to tokens, or back; no request reaches the engine."""
-
         def answer(text: bytes) -> bytes:
             return _json_bytes(service.translator.counted(parse_body(kind, text)))
 
@@ -416,7 +408,7 @@ class Api:
         }
 
     async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
-        """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
+        """`sglang.bench_serving` reads tau from it, under both of SGLang's names."""
         states = [{"avg_spec_accept_length": self._metrics.tau}]
         info = {"served_model_name": self._model, "eyas": asdict(service.info_now)}
         return JSONResponse({**info, "internal_states": states})
@@ -450,7 +442,7 @@ class Api:
         return JSONResponse({"head": name, "before": before})
 
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
-        """A body of OpenAI's, or all instances at once; one that fails fails all."""
+        """A body of OpenAI, or all instances at once: one that fails fails all."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter] | list[CompletionWriter]:
             if (alone := openai_body(text, self._model)) is not None:
@@ -575,7 +567,7 @@ class Api:
             self._held_bytes -= len(body)
 
     async def _read_body(self, http: HttpRequest, body: bytearray) -> None:
-        # A page in a browser may send text/plain to a loopback address unasked, but not this type.
+        # Web pages may send text/plain to a loopback address without asking, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "send content-type: application/json")

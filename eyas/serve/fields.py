@@ -1,24 +1,14 @@
-"""The fields that bodies of requests share: OpenAI's, and those of vLLM and SGLang that this server
-supports.
+"""The fields that bodies of requests share: OpenAI's, and the supported ones of vLLM and SGLang.
 
 Nothing is ignored silently. A field that changes no output is accepted and dropped (`IGNORED`), a
-known field that is not supported is accepted only with a value that changes nothing (`OFF`), null
-is the same as leaving a field out, and an unknown field is an error.
+known but unsupported field is accepted only with a value that changes nothing (`OFF`), null equals
+leaving a field out, and an unknown field is an error.
 """
 
 from __future__ import annotations
 
 import json
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeVar,
-    get_args,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -46,8 +36,7 @@ from eyas.serve.limits import ApiError, unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
-# Known fields that are not supported, with the values that change nothing. A body's own field of
-# the same name comes first.
+# Unsupported fields with the values that change nothing; a body's own field comes first.
 OFF: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
@@ -69,10 +58,10 @@ OFF: dict[str, tuple[Any, ...]] = {
     )
     for name in names.split()
 }
-# what to send in place of some
+# what to send instead
 INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
-# Fields that change no output here: notes of the client, hints to a cache or to a queue, and how
-# long a hosted model's answer should be. Nothing is stored with or without `store`.
+# Fields that change no output here: notes, hints to caches and queues, a hosted model's verbosity.
+# Nothing is stored with or without `store`.
 IGNORED = frozenset(
     {
         *("cache_control", "cache_prompt", "metadata", "prediction", "prompt_cache_key"),
@@ -80,7 +69,7 @@ IGNORED = frozenset(
         *("service_tier", "store", "user", "verbosity"),
     }
 )
-# Fields that constrain an answer, and those of vLLM's structured_outputs, by the engine's kinds.
+# The engine's kinds by constraining field, and by field of vLLM's structured_outputs.
 CONSTRAINTS = {
     **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "regex"},
     **{"json_schema": "json_schema", "regex": "regex", "guided_grammar": "grammar"},
@@ -90,23 +79,23 @@ VLLM_KINDS = {"json_": "json_schema", "json_object": "json_schema", "regex": "re
 VLLM_KINDS |= {"choice": "regex", "grammar": "grammar"}
 BodyT = TypeVar("BodyT", bound=BaseModel)
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
-# Of a body, before it is validated: at most 30 ms of validation, in which no other thread runs.
-# 2,000 messages of several parts, or 128 tools of 40 parameters, have 14,000 keys and brackets.
+# Checked before validation, which then blocks other threads for 30 ms at most. 2,000 messages of
+# several parts, or 128 tools of 40 parameters, have 14,000 keys and brackets.
 MAX_KEYS = 16_384  # and objects and arrays
 MAX_VALUES = 262_144  # token ids, most of them
 MAX_BIASES = 1024
 MAX_GRAMMAR = 65_536  # characters
-MAX_FIELDS = 256  # of one object with known fields
+MAX_FIELDS = 256  # in one object with known fields
 RAW = (
     "Log-probabilities are raw: of the model's own distribution, as at temperature 1, whatever the "
     "temperature, penalties, logit_bias, cuts and grammar that the token was drawn with."
 )
-_METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
+_METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # in Rust's regular expressions
 
 
 class Strict(BaseModel):
-    """A JSON object with known fields of their own types only; `ignored` names further fields that
-    may have any value.
+    """A JSON object with known fields of their own types only; fields named in `ignored` may have
+    any value.
     """
 
     model_config = ConfigDict(
@@ -124,8 +113,8 @@ class Strict(BaseModel):
 
 
 class RequestBody(Strict):
-    """A body in which null is the same as nothing, and fields of `off` may have a value that
-    changes nothing.
+    """A body in which null means nothing, and fields of `off` may have a value that changes
+    nothing.
     """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -184,11 +173,11 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answer may repeat
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # finite: an answer may repeat it
 
 
-# Of options whose form in JSON is another than the engine's: validators beside the engine's bounds,
-# or types with bounds of their own.
+# Options whose form in JSON differs from the engine's: validators beside the engine's bounds, or
+# types with bounds of their own.
 _FORMS: dict[str, Any] = {
     "temperature": AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0),
     "top_k": Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))],
@@ -206,7 +195,7 @@ _FORMS: dict[str, Any] = {
         list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
     ],
 }
-# whose names and defaults are the endpoints', or that many fields ask for
+# options with names and defaults of each endpoint, or with several fields
 _OWN = {"max_tokens", "logprobs", "prompt_logprobs", *KINDS}
 
 
@@ -363,7 +352,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def default_tokens(self) -> int | None:
-        """The limit of an answer when none is given; None for all the room there is."""
+        """The limit of an answer when none is given; None: all the room."""
         return None
 
     @property
@@ -400,7 +389,7 @@ class CompletionRequest(SamplingFields):
 
 
 def _source(constraint: Any) -> str:
-    """A schema in JSON, or the regular expression of a choice; what is a text stays so."""
+    """A schema as JSON, a choice as a regular expression, any other text as it is."""
     if isinstance(constraint, str):
         return constraint
     if not isinstance(constraint, list):
@@ -423,7 +412,7 @@ def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse a body of too many keys or values, without making any of them."""
+    """Refuse a body of too many keys or values before parsing it."""
     if sum(map(body.count, (b"{", b"[", b":"))) <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
         return
     # What a string holds does not count.
@@ -453,7 +442,7 @@ def _refusal(error: ValidationError, body: bytes) -> ApiError:
 
 
 def _written_path(location: tuple[int | str, ...], body: bytes, names_a_key: bool) -> list[str]:
-    """The steps of a location that the client wrote: pydantic names the members of unions too."""
+    """The steps of a location that the client wrote; pydantic also names members of unions."""
     try:
         place = json.loads(body)
     except (ValueError, RecursionError):

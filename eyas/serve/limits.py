@@ -25,15 +25,15 @@ from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.settings import Flag
 
 log = logging.getLogger("eyas.serve")
-ADDRESS = "Address and keys"  # of flags
+ADDRESS = "Address and keys"  # panel of flags in --help
 KEYS_VARIABLE = "EYAS_API_KEYS"
 MAX_HOST = 64  # characters of a host that a message repeats
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-MAX_CLIENTS = 10_000  # whose rates are kept
+MAX_CLIENTS = 10_000  # with a stored rate
 FAILURES_PER_MINUTE = 60  # wrong keys of one address
-MAX_KEYS_BYTES = 1 << 20  # of the file of keys
+MAX_KEYS_BYTES = 1 << 20  # in the file of API keys
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -41,7 +41,7 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
-# Their bodies were not read to the end: what is left of them must not be taken for a request.
+# statuses sent before the body is read: its rest must not be taken for a request
 _CLOSES = (403, 408, 413)
 
 
@@ -97,8 +97,8 @@ class LimitsConfig(BaseModel):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is an error: HTTP status and OpenAI's `message`, `type`, `param`, `code`;
-    retry_after in seconds.
+    """An error answer: HTTP status and OpenAI's `message`, `type`, `param`, `code`; retry_after in
+    seconds.
     """
 
     status: int
@@ -119,19 +119,19 @@ class ApiError(Exception):
         return headers
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """In OpenAI's form."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _KINDS.get(self.status, default)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def event(self) -> bytes:
-        """The error as a server-sent event, for a stream whose status is sent already."""
+        """As a server-sent event, for a stream whose status is sent already."""
         return f"data: {json.dumps(self.body())}\n\n".encode()
 
 
 def unsupported(param: str, what: str) -> ApiError:
-    """The error for a field, or for a value of it, that this server does not support."""
+    """The error for a field, or a value of it, that this server does not support."""
     return ApiError(400, f"{param}: {what}", param, "unsupported_parameter")
 
 
@@ -145,7 +145,7 @@ def refused_by_engine(error: InputError) -> ApiError:
 
 
 def named_host(header: str) -> str:
-    """The host that the header Host names, without its port, in small letters; "" for none."""
+    """The host in the header Host, without its port, in small letters; "" for none."""
     found = _HOST.fullmatch(header.strip().lower())
     return found["name"].strip("[]") if found else ""
 
@@ -165,24 +165,24 @@ class AccessControl:
         self._file = limits.api_keys
         self._file_state = _state_of(self._file)
         self._digests = _digests(read_keys(self._file))
-        self.needs_key = bool(self._digests)  # it stays so, whatever the file holds later
+        self.needs_key = bool(self._digests)  # for good, whatever the file holds later
         self._rate = limits.requests_per_minute
         self._hosts = _LOOPBACK | {host.lower() for host in limits.allowed_hosts}
-        # true of a server on the loopback, and where names are given
+        # also set for a server on the loopback
         self.checks_hosts = bool(limits.allowed_hosts)
         # name: (requests left, at which time)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        # addresses and keys that were let in: guesses of others at the same address end no client
+        # known pairs of address and key: guesses at the same address do not lock them out
         self._let_in: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def check_host(self, header: str) -> None:
-        """Raise ApiError 403 for a name that is not this server's: a foreign web page can make its
-        own name one of the loopback (DNS rebinding), and would read answers. With keys none can.
+        """Raise ApiError 403 for a name that is not this server's: a foreign web page can point its
+        own name at the loopback (DNS rebinding) and would read answers. With keys none can.
         """
         if self.needs_key or not self.checks_hosts or "*" in self._hosts:
             return
         host = named_host(header)
-        # an address is no name that a page could take: probes of a kubelet ask at one
+        # a page cannot take an address for its name; probes of a kubelet ask at one
         if host not in self._hosts and not _is_address(host):
             named = f"the host {host[:MAX_HOST]!r}" if host else "no host that can be read"
             raise ApiError(
@@ -194,7 +194,7 @@ class AccessControl:
 
     async def client_name(self, authorization: str, address: str) -> str:
         """The client's name for the log: of its key, else its address. Raises ApiError 401; and 429
-        to an address of many wrong keys, but to keys that it was let in with before.
+        to an address with many wrong keys, except with keys it was let in with before.
         """
         if not self.needs_key:
             return address
@@ -205,7 +205,7 @@ class AccessControl:
         failures = f"wrong keys of {address}"
         if (address, digest) not in self._let_in:
             self._take(failures, FAILURES_PER_MINUTE, "wrong API keys", 0)
-        # All are compared, each in constant time: the duration says nothing about the keys.
+        # all are compared, in constant time: the duration says nothing about the keys
         known = [hmac.compare_digest(digest, one) for one in self._digests]
         if scheme.lower() != "bearer" or not any(known):
             self._take(failures, FAILURES_PER_MINUTE, "wrong API keys")
@@ -217,8 +217,8 @@ class AccessControl:
         return f"key-{digest.hex()[:8]}"
 
     def _read_again(self) -> None:
-        """Take the keys of the file. One that cannot be read, or holds none, lets nobody in: it may
-        have been emptied to revoke a key.
+        """Take the keys of the file. A file that cannot be read, or holds none, lets nobody in: it
+        may have been emptied to revoke a key.
         """
         self._file_state = _state_of(self._file)
         try:
@@ -234,7 +234,7 @@ class AccessControl:
             self._take(name, self._rate, "requests")
 
     def _take(self, name: str, rate: int, what: str, count: int = 1) -> None:
-        """Take of what is left of a rate a minute. Raises ApiError 429 where less than one is."""
+        """Take from a rate a minute. Raises ApiError 429 where less than one is left."""
         now = time.monotonic()
         left, since = self._buckets.get(name, (float(rate), now))
         left = min(rate, left + (now - since) * rate / 60)
@@ -253,7 +253,7 @@ def _digests(keys: list[str]) -> list[bytes]:
 
 
 def _state_of(file: Path | None) -> tuple[int, ...] | None:
-    """What of a file changes with its content; None without one."""
+    """What changes with the content of a file; None without one."""
     try:
         found = file.stat() if file is not None else None
     except OSError:
@@ -262,9 +262,7 @@ def _state_of(file: Path | None) -> tuple[int, ...] | None:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text, without waiting for a writer as a pipe's reader would. Raises OSError,
-    UnicodeDecodeError.
-    """
+    """A file's text; does not wait for the writer of a pipe. Raises OSError, UnicodeDecodeError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("no regular file")

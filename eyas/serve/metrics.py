@@ -1,8 +1,8 @@
 """What the server reports about itself: metrics for Prometheus, and a line of log per request.
 
-Metrics have vLLM's names, where vLLM has one, with the prefix `eyas:`. Requests are counted as they
-end; the engine's own counts are read at each scrape. No label, no value and no line of log holds
-anything of a request's text.
+Metrics have vLLM's names where vLLM has one, with the prefix `eyas:`. Requests are counted as they
+end; the engine's counts are read at each scrape. No label, value or line of log holds anything of a
+request's text.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OF_ROUNDS = (
     ("round_predicted_seconds", "predicted_ms", 1e-3, "what they were predicted to take"),
     ("round_real_seconds", "real_ms", 1e-3, "what they took"),
 )
-_KINDS = ("plain", "tree")  # of rounds
+_KINDS = ("plain", "tree")  # kinds of rounds
 # The figures of the head's card, for which deploy/prometheus-rules.yaml holds its traffic to them.
 _OF_CARD = {
     "tau": "what the head's card promises",
@@ -93,7 +93,7 @@ class Exchange:
         sent = self.http.headers.get("x-request-id", "")
         self.id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         trace = self.http.headers.get("traceparent", "")
-        # of the request: the log and the answer have it again
+        # repeated in the log and in the answer
         self.traced = {"traceparent": trace} if _TRACE.fullmatch(trace) else {}
 
     def facts(self, status: int) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class Exchange:
 
 
 def card_figures(place: str, speculation: str) -> list[CardTau]:
-    """What the card of a served head promises for the drafts that are served; nothing of a head
-    without one.
+    """What the card of a served head promises for the drafts that are served; nothing without a
+    card.
     """
     try:
         return of_size(card_of_head(locate(place)), speculation)
@@ -143,7 +143,7 @@ class Metrics(Collector):
         self.num_pages = 1.0
         self.card: Sequence[CardTau] = ()
         self._scrapes: deque[float] = deque(maxlen=2)
-        self._has_news = False  # that no scrape has seen
+        self._has_news = False  # since the last scrape
         self._registry = CollectorRegistry()
         self._model = model
         self._accept_hist: list[int] = []
@@ -171,7 +171,7 @@ class Metrics(Collector):
 
     @property
     def tau(self) -> float | None:
-        """Since the start, of the answers that are over."""
+        """Since the start, of finished answers."""
         return tau_of(self._accept_hist)
 
     # When a request ends
@@ -218,8 +218,8 @@ class Metrics(Collector):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something was counted since the last scrape, and the next is due: after the pause
-        that was between the last two, or soon after.
+        """Whether there is something new since the last scrape, and the next is due: after the
+        pause between the last two, or soon after.
         """
         if not self._has_news or len(self._scrapes) < 2:
             return False

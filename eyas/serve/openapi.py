@@ -61,9 +61,7 @@ _PROBLEMS = ("400", "401", "403", "404", "408", "413", "415", "429", "500", "503
 
 
 def document(model: str, predict_route: str | None = None) -> Schema:
-    """OpenAPI 3.1. model: the name that requests must give; predict_route: Vertex AI's, where it is
-    served.
-    """
+    """OpenAPI 3.1. model: the name in requests; predict_route: Vertex AI's, where it is served."""
     schemas: Schema = {}
 
     def completion(summary: str, form: Form, answer: Schema, error: Schema = _ERROR) -> Schema:
@@ -119,10 +117,8 @@ def document(model: str, predict_route: str | None = None) -> Schema:
 
 
 def _form(form: Form, model: str, schemas: Schema) -> Schema:
-    """A reference to a body's schema, which is put into `schemas` with its parts.
-
-    Every field may be null; a field that is not supported has the values that change nothing, one
-    that is ignored any.
+    """A reference to a body's schema, which is put into `schemas` with its parts. Every field may
+    be null; an unsupported one has the values that change nothing, an ignored one any.
     """
     schema = form.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})

@@ -27,7 +27,7 @@ TEXT_MAX_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 1024
 MAX_NAME = 256  # characters of a participant's
 
-# what other servers' answers have besides, as clients send it back
+# further fields of other servers' answers, which clients send back
 NOTES = frozenset({"id", "provider_specific_fields", "reasoning_details", "thinking_blocks"})
 MAX_TOOLS = 128
 MAX_OPTIONS = 16
@@ -83,8 +83,8 @@ class ToolCall(Strict):
 class ChatMessage(Strict):
     """One turn of a conversation.
 
-    A content of several text parts is their concatenation; null is the same as a field left out.
-    Templates see name and reasoning_content, and most read them of no turn or of some only.
+    Several text parts are joined; null equals a field left out. Templates see name and
+    reasoning_content; most ignore them, or read them of some turns only.
     """
 
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS | NOTES | {"annotations"}
@@ -93,7 +93,7 @@ class ChatMessage(Strict):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
     tool_call_id: str | None = None
-    # of the participant, or of the tool that answers
+    # the participant, or the tool that answers
     name: str | None = Field(default=None, max_length=MAX_NAME)
     reasoning_content: str | None = None
 
@@ -134,9 +134,8 @@ class ChatMessage(Strict):
         return len(self.text) + len(self.reasoning_content or "") + calls
 
     def for_template(self) -> dict[str, Any]:
-        """The turn as chat templates take it, with the arguments of tool calls as objects.
-
-        Raises ApiError for arguments that are no JSON object.
+        """The turn as chat templates take it, with the arguments of tool calls as objects. Raises
+        ApiError for arguments that are no JSON object.
         """
         turn: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -181,7 +180,6 @@ class Tool(Strict):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
         return {
             "type": "function",
             "function": self.function.model_dump(exclude_none=True, exclude={"strict"}),
@@ -252,7 +250,7 @@ class ChatRequest(CompletionRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model may call; none are shown to it with tool_choice none."""
+        """The tools that the model may call; none with tool_choice none."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
@@ -281,7 +279,7 @@ def _few_prompts(prompts: Any) -> Any:
 
 class TextRequest(CompletionRequest):
     """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's, with
-    vLLM's default. With echo, logprobs are those of the prompt too; max_tokens 0 answers nothing.
+    vLLM's default. With echo, logprobs cover the prompt too; max_tokens 0 answers nothing.
     """
 
     prompt: Annotated[
@@ -325,7 +323,7 @@ class TextRequest(CompletionRequest):
 
 class TokenizeRequest(RequestBody):
     """vLLM's body (prompt or messages), and llama.cpp's (content), each with its own default for
-    the tokens that a tokenizer puts around a text.
+    special tokens around a text.
     """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API, the part that keeps nothing: a body of /v1/responses is a chat under
-other names, and its answer a list of items, whole or in events.
+"""OpenAI's Responses API without a store: a body of /v1/responses is a chat under other names, and
+its answer a list of items, whole or in events.
 
     input items        message | function_call | function_call_output      -> turns of a chat
                        reasoning                                           -> nothing
@@ -42,9 +42,9 @@ log = logging.getLogger("eyas.serve")
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
-HOSTED = re.compile(r"\w+_call(_output)?\..+")  # of tools of OpenAI's servers
+HOSTED = re.compile(r"\w+_call(_output)?\..+")  # types of OpenAI's hosted tools
 INCLUDED = rf"^(message\.output_text\.logprobs|reasoning\.encrypted_content|{HOSTED.pattern})$"
-# fields that a chat has under the same name, and the names of others, for errors
+# fields with the same name in a chat, and the names of others, for errors
 SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
 RESPONSE_NAMES = {
     "messages": "input",
@@ -67,7 +67,7 @@ class InputText(Part):
 
 
 InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
-# names that an item had where it came from
+# fields of an item in the answer it came from
 _OF_OUTPUT = frozenset({"id", "status", "phase"})
 
 
@@ -97,7 +97,7 @@ class FunctionOutputItem(Strict):
 
 
 class ReasoningItem(BaseModel):
-    """Thoughts of an answer, which is sent back: the model reads none, as with most templates."""
+    """Thoughts of an earlier answer: the model reads none, as with most templates."""
 
     type: Literal["reasoning"]
 
@@ -126,7 +126,7 @@ InputItem = Annotated[
 
 
 class FunctionTool(Function):
-    """A function of the client; what the tools of OpenAI's servers do is not done here."""
+    """A function of the client."""
 
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS
 
@@ -170,7 +170,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """No item of reasoning is ever written, so nothing of one is summed up."""
+    """No item of reasoning is ever written, so there is nothing to summarise."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"context", "summary", "generate_summary"})
 
@@ -267,7 +267,7 @@ class ResponsesRequest(RequestBody):
         )
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Calls belong to the assistant's message before them, as they did in the answer."""
+        """Calls belong to the assistant's message before them, as in the answer."""
         turns: list[dict[str, Any]] = []
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
@@ -312,7 +312,7 @@ class ResponseWriter(CompletionWriter):
         body: ResponsesRequest,
     ) -> None:
         super().__init__(requests, tokenizer, chat)
-        # what all events of an answer and the whole of it repeat of the request
+        # repeated from the request by every event and by the whole answer
         asked = body.model_dump(
             by_alias=True, exclude={"input", "include", "stream", "stream_options"}
         )

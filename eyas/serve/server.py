@@ -1,7 +1,7 @@
 """Runs the application: in this process until a signal, in a thread, or in a process of its own.
 
-The socket listens before the model is loaded, 1.4 s (of one Zen 3 core) after the process starts,
-which are imports; /health answers 503 until the model is there.
+The socket listens before the model is loaded (the imports before it take 1.4 s on a Zen 3 core);
+/health answers 503 until the model is there.
 
     main thread     bind, start the event loop -> load the model -> open the API, wait for a signal
     event loop      answers 503 .............................. -> serves
@@ -50,19 +50,17 @@ from eyas.serve.vertex import VertexConfig
 from eyas.settings import Flag
 
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
-LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
-TICK_S = 0.02  # between two looks whether all have finished
-MAX_HEAD = 64 << 10  # bytes of a request's headers, and of what else is no body
-MAX_LINES = 256  # and of their lines
+LAST_ANSWERS_S = 2  # to tell clients that their request was not finished after shutdown_s
+TICK_S = 0.02  # between two checks whether all requests have finished
+MAX_HEAD = 64 << 10  # bytes of a request outside its body
+MAX_LINES = 256  # of headers
 TOO_LONG = f"the headers are over {MAX_HEAD} bytes"
-LINGER_S = 1.0  # that a refused connection is read on
-# Beyond max_connections: connections that are answered by 503, or probes; how long one must have
-# been idle to be closed, and what lies between two looks for such.
+LINGER_S = 1.0  # how long a refused connection is still read
+# Connections beyond max_connections that are still answered (by 503, or as probes); seconds after
+# which an idle one may be closed; seconds between two searches for idle ones.
 MAX_SURPLUS, IDLE_S, LOOK_S = 2048, 2.0, 0.05
 
-# How long a thread may go on while others want to run; Python's default is 5 ms, and the engine's
-# thread asks often, once for every operator of PyTorch's.
-SWITCH_S = 0.0005
+SWITCH_S = 0.0005  # a thread's turn while others wait; Python's default, 5 ms, delays the engine
 
 log = logging.getLogger("eyas.serve")
 
@@ -117,19 +115,19 @@ class ServeConfig(BaseModel):
 
     @property
     def head_place(self) -> str | None:
-        """The head's name, or its URL in the store of Vertex AI where one lies there."""
+        """The head's name, or its URL where Vertex AI's store holds one."""
         stored = f"{self._storage_uri}/head"
         is_stored = self.target is None and self.head is None and bool(Artifact(stored).names())
         return stored if is_stored else self.head
 
     def folders(self) -> tuple[str, str | None]:
-        """The local folders of target and head. Raises what resolving and fetching them raises."""
+        """Local folders of target and head. Raises what resolving and fetching them raises."""
         target, head = self.target or f"{self._storage_uri}/target", self.head_place
         return resolve_target(target), None if head is None else resolve_head(head)
 
 
 def load(config: ServeConfig) -> ModelService:
-    """Load target, head and tokenizer. Raises InputErrors for what does not fit together."""
+    """Load target, head and tokenizer. Raises InputError for parts that do not fit together."""
     if config.threads is not None:
         set_num_threads(config.threads)
     target, head = config.folders()
@@ -170,7 +168,7 @@ def load(config: ServeConfig) -> ModelService:
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once
+    """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL when
     requests are answered.
     """
     sys.setswitchinterval(SWITCH_S)
@@ -183,13 +181,12 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     app = create_app(config.served_model, config.limits, config.vertex)
     api: Api = app.state.api
     address = config.host, config.port
-    with _exits_on_signals() as told, _listening(app, address) as server:
+    with _exits_on_signals() as signalled, _listening(app, address) as server:
         server.open(load(config))
         gc.collect()
         is_local = ipaddress.ip_address(server.host).is_loopback
         try:
-            # What is here stays: a full collection need not walk it, which takes tens of
-            # milliseconds.
+            # These objects are permanent: exclude them from collections, which take tens of ms.
             gc.freeze()
             if config.vertex is None and not is_local and not api.access.needs_key:
                 log.warning(
@@ -199,43 +196,40 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
                 )
             on_ready(server.url)
             while not server.ended.wait(1):
-                if told.is_set():
+                if signalled.is_set():
                     raise SystemExit(0)
         finally:
-            gc.unfreeze()  # or libraries report at the process's end what was never collected
+            gc.unfreeze()  # else libraries report uncollected objects at exit
 
 
 @contextmanager
 def _exits_on_signals() -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT end the block by SystemExit(0), once: later ones change nothing until the
-    process has ended. The first process of a container ignores a signal without a handler, so this
-    must hold while the model is loaded.
+    """The first SIGTERM or SIGINT ends the block by SystemExit(0); later ones are ignored. Set
+    before the model is loaded: the first process of a container ignores signals without a handler.
 
-    The event says that one came: where the interpreter calls back, as in a collection of weak
-    references, Python drops an exception.
+    The event is set too, since Python drops an exception that is raised in the collection of a weak
+    reference.
     """
-    told = threading.Event()
+    signalled = threading.Event()
 
     def end(*_: object) -> None:
         for one in before:
             signal.signal(one, signal.SIG_IGN)
-        told.set()
+        signalled.set()
         raise SystemExit(0)
 
     before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield told
+        yield signalled
     finally:
-        if not told.is_set():
+        if not signalled.is_set():
             for one, handler in before.items():
                 signal.signal(one, handler)
 
 
 @contextmanager
 def running_app(app: Starlette, service: ModelService) -> Iterator[str]:
-    """The URL of an application that serves a loaded model on the loopback from a thread; it stops,
-    gracefully, on leaving.
-    """
+    """The URL of an application that serves a loaded model from a thread, on the loopback."""
     with _listening(app, ("127.0.0.1", 0)) as server:
         server.open(service)
         yield server.url
@@ -243,8 +237,8 @@ def running_app(app: Starlette, service: ModelService) -> Iterator[str]:
 
 @contextmanager
 def running_server(config: ServeConfig) -> Iterator[str]:
-    """The URL of a server in a process of its own, once it answers; SIGTERM ends it on leaving, and
-    the end of its standard input where this process is killed.
+    """The URL of a server in a process of its own, once it answers. Leaving ends it by SIGTERM; if
+    this process is killed, the end of its standard input does.
 
     Raises EyasError when it does not come up; its own message is on stderr.
     """
@@ -254,7 +248,6 @@ def running_server(config: ServeConfig) -> Iterator[str]:
     ) as process:
         try:
             assert process.stdout is not None
-            # Libraries may print something first.
             url = next(
                 (line.strip() for line in process.stdout if line.startswith("http://")), None
             )
@@ -267,18 +260,18 @@ def running_server(config: ServeConfig) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait()  # its input must not end before, for that would end it at once
+            process.wait()  # before its input is closed, which would end it at once
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose headers and trailers have a size and a time, as silence has.
+    """A connection with limits of size and time for headers and trailers, and for silence.
 
-    Beyond max_connections those make room that have sent nothing for a while, or the one that has
-    been idle longest. One that comes all the same gets 503, but for those who ask how the server
-    is: a probe that is refused ends a server that is well.
+    Beyond max_connections, silent connections are closed, else the one that has been idle longest.
+    A new connection beyond that gets 503, except for health probes: a refused probe would restart a
+    server that is well.
     """
 
-    looked = 0.0  # when one looked for idle ones, which takes as long as an answer
+    looked = 0.0  # time of the last search for idle ones, which costs as much as an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -297,7 +290,7 @@ class Connection(HttpToolsProtocol):
             silent = [one for one in idle if one.cycle is None or not one._is_in_head]
             for one in silent or sorted(idle, key=lambda one: one.idle_since)[:1]:
                 one.transport.close()
-                self.connections.discard(one)  # it takes no room, though its end comes later
+                self.connections.discard(one)  # counts no longer, though its end comes later
         self._is_surplus = len(self.connections) > most
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -320,7 +313,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = max(self._head_bytes, 1)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """An exception here, and in what follows, ends in `send_400_response`."""
+        """An exception here or in what follows ends in `send_400_response`."""
         if len(self.headers) == MAX_LINES:
             self._refusal = ApiError(431, f"the headers are over {MAX_LINES} lines")
             raise ValueError
@@ -351,13 +344,13 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
-        if not self._is_in_head and self._late is None:  # nobody waits for what is left of a body
+        if not self._is_in_head and self._late is None:  # the rest of the body is not needed
             self._late = self.loop.call_later(self._head_s, self.transport.close)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request, and read on for a moment: an answer to a client that still sends would
-        be lost where the connection is closed. That is all where another answer has begun.
+        """Refuse a request and read on for a moment: closing at once would lose the answer to a
+        client that still sends. Where another answer has begun, only close.
         """
         if self.cycle is not None and not (self._is_in_head and self.cycle.response_complete):
             self.cycle.disconnected = True
@@ -380,18 +373,17 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open and no request is under way."""
+        """Whether it is open without a request under way."""
         return not self.transport.is_closing() and (
             self.cycle is None or self.cycle.response_complete
         )
 
 
 class UvicornServer(uvicorn.Server):
-    """A uvicorn server in a thread, on a socket that is bound already, which ends in two steps.
+    """A uvicorn server in a thread, on a bound socket, which ends in two steps.
 
-    When it is to end, it takes no more requests and lets those that run finish, for shutdown_s;
-    /health and /metrics go on answering. Requests that have not finished by then fail with a
-    message that says so.
+    First it takes no more requests, lets running ones finish for shutdown_s, and answers /health
+    and /metrics. Then requests that have not finished fail with a message that says so.
     """
 
     def __init__(self, app: Starlette, listener: socket.socket) -> None:
@@ -413,7 +405,7 @@ class UvicornServer(uvicorn.Server):
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
         self.thread = threading.Thread(target=self.run, args=([listener],), name="server")
         self.listens = threading.Event()
-        # waited for in place of `thread.join`, which a signal's exception leaves in a wrong state
+        # in place of `thread.join`, whose state is wrong after a signal's exception
         self.ended = threading.Event()
 
     def open(self, service: ModelService) -> None:
@@ -437,7 +429,7 @@ class UvicornServer(uvicorn.Server):
         end = self.loop.time() + self._api.limits.shutdown_s
         while not (self._api.is_drained or self.force_exit) and self.loop.time() < end:
             await asyncio.sleep(TICK_S)
-        # what is still being sent has the rest of the time
+        # answers being sent have the rest of the time
         left_s = max(0.0, end - self.loop.time()) + LAST_ANSWERS_S
         self.config.timeout_graceful_shutdown = math.ceil(left_s)
         await super().shutdown(sockets)
@@ -445,7 +437,7 @@ class UvicornServer(uvicorn.Server):
 
 @contextmanager
 def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServer]:
-    """A server whose thread answers at an address; on leaving it ends gracefully."""
+    """A server whose thread answers at an address; leaving ends it gracefully."""
     with _bound(*address) as listener:
         server = UvicornServer(app, listener)
         server.thread.start()
@@ -462,12 +454,11 @@ def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServ
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, before the model is loaded: a port in use is an error at once, and port 0
+    """A socket, bound before the model is loaded: a port in use is an error at once, and port 0
     becomes a number.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends small packets at once; else a stream's second chunk
-    # waits 40 ms for the acknowledgement of the first.
+    # With the protocol named, asyncio sets TCP_NODELAY; else a stream's second chunk waits 40 ms.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

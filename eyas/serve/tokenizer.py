@@ -1,8 +1,7 @@
-"""The target's tokenizer as a server needs it: plain text to tokens, tokens to text as they arrive,
-the bytes of a token, and what the chat template supports.
+"""The target's tokenizer for a server: text to tokens, tokens to text as they arrive, the bytes of
+a token, and what the chat template supports.
 
-Shares Chat's tokenizer. Messages become tokens in Chat; each combination of template options has a
-Chat of its own.
+Shares Chat's tokenizer; each combination of template options has a Chat of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _QUESTION = {"role": "user", "content": "Hello"}
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SHRINKING = 4  # how many times shorter a tokenizer's normalization may make a text
 MAX_CHATS = 8  # with options, that are kept
-# The characters that byte-level tokenizers write bytes as: those that are seen stand for
-# themselves, the others have the first characters behind the bytes'.
+# Characters for bytes in byte-level tokenizers: visible ones stand for themselves, the others for
+# the first characters above 255.
 _SEEN = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 _BYTES = {chr(byte): byte for byte in _SEEN} | {
@@ -40,7 +39,7 @@ class Tokenizer:
     # Text to tokens
 
     def chat(self, options: Mapping[str, bool | str]) -> Chat:
-        """The Chat whose template gets these options. Raises TemplateError where Chat does."""
+        """The Chat with these template options. Raises TemplateError where Chat does."""
         return self._with_options(*sorted(options.items())) if options else self._chat
 
     def knows_option(self, name: str) -> bool:
@@ -49,9 +48,9 @@ class Tokenizer:
 
     @cached_property
     def tool_form(self) -> Literal["template", "generic"] | None:
-        """How tools come to the target, with calls as JSON between <tool_call> tags: its template
-        shows them, or, where it shows none, a text beside the messages does (tools.in_text). None:
-        the template calls them in another form, or the tokenizer does not keep the tags.
+        """How tools come to the target, with calls as JSON between <tool_call> tags: shown by its
+        template, or in a text beside the messages (tools.in_text). None: the template calls them in
+        another form, or the tokenizer does not keep the tags.
         """
         function = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
         shown = self._shown([_QUESTION], [{"type": "function", "function": function}])
@@ -64,7 +63,7 @@ class Tokenizer:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the template shows a message of the system."""
+        """Whether the template shows a system message."""
         turns = [{"role": "system", "content": _PROBE}, _QUESTION]
         return _PROBE in (self._shown(turns) or "")
 
@@ -77,19 +76,17 @@ class Tokenizer:
             return None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a text; with add_special_tokens also those that the tokenizer puts around
-        every text.
-        """
+        """The tokens of a text; with add_special_tokens also those around every text."""
         return list(encoded(self._backend, text, add_special_tokens).ids)
 
     def least_tokens(self, num_characters: int) -> int:
-        """A lower bound of a text's tokens, so that a text far too long is refused unencoded."""
+        """A lower bound of a text's tokens: a text far too long is refused unencoded."""
         return num_characters // (_SHRINKING * self._longest_token)
 
     # Tokens to text
 
     def decode(self, ids: list[int], skips_special: bool = True) -> str:
-        """The text of tokens, special tokens left out unless asked for."""
+        """The text of tokens, by default without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=skips_special)
 
     def stream(self, skips_special: bool = True) -> TextStream:
@@ -97,7 +94,7 @@ class Tokenizer:
         return TextStream(partial(self.decode, skips_special=skips_special))
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for; of a special token, its name."""
+        """The bytes of a token; of a special token, its name."""
         name = self._backend.id_to_token(token)
         if name is None or token in self._special_ids:
             return (name or "").encode()
@@ -108,11 +105,10 @@ class Tokenizer:
         return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def knows(self, token: int) -> bool:
-        """Whether there is such a token."""
         return self._backend.id_to_token(token) is not None
 
     def num_characters(self, token: int) -> int:
-        """How much of a text a token stands for: nothing if it is special."""
+        """Characters of text of a token: 0 if it is special."""
         return 0 if token in self._special_ids else len(self.piece(token).decode(errors="replace"))
 
     @cached_property

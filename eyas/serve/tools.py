@@ -1,11 +1,11 @@
-"""Tool calls in the form of Hermes and Qwen, JSON between <tool_call> tags, and in that of SmolLM2,
-whose tags hold a list of calls. Pure text.
+"""Tool calls in the form of Hermes and Qwen, JSON between <tool_call> tags, and of SmolLM2, whose
+tags hold a list of calls. Pure text.
 
-auto       the answer is words, calls, or both: `CallReader` separates them as they arrive
-required   the prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call
+auto the answer is words, calls, or both: `CallReader` separates them as they arrive required the
+prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call
 
-A template that shows no tools gets the generic form: `in_text` writes tools, calls and results into
-the messages, and a grammar (`answer_grammar`) holds the calls also in auto.
+A template without tools gets the generic form: `in_text` writes tools, calls and results into the
+messages, and a grammar (`answer_grammar`) constrains the calls also in auto.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from eyas.serve.limits import ApiError, unsupported
 from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-REQUIRED_OPENING = f"{OPENING}\n"  # what the prompt of a required call ends with
-# A call up to where its arguments begin, in a list of calls too, within MAX_BEGIN characters; and
-# what tells whether a closing tag stands in a string of JSON, which a line's end ends.
+REQUIRED_OPENING = f"{OPENING}\n"  # the end of a required call's prompt
+# A call up to the beginning of its arguments, also in a list, within MAX_BEGIN characters; and the
+# marks that show whether a closing tag stands in a JSON string, which a line's end ends.
 BEGIN = re.compile(
     r"""[\s\[},]*\{\s*"name"\s*:\s*"""
     r"""(?P<name>"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")\s*,"""
@@ -50,8 +50,8 @@ What it returns comes back between <tool_response> tags. Where none helps, answe
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, or what a piece of the answer adds to it: the first piece names it, those behind it
-    (name None) hold more of its arguments, which are JSON as the model wrote it.
+    """A call, or a piece of one: the first piece names it, later pieces (name None) add to its
+    arguments, which are JSON as the model wrote it.
     """
 
     name: str | None
@@ -66,7 +66,7 @@ class Call:
 
 
 def whole_calls(parts: Sequence[str | Call]) -> list[str | Call]:
-    """The parts of an answer, or of what is new in it, with the pieces of each call as one."""
+    """The parts of an answer with the pieces of each call joined."""
     whole: list[str | Call] = []
     for part in parts:
         begun = whole[-1] if whole else ""
@@ -92,16 +92,16 @@ class CallReader:
         self._inside = is_open
         self._keep("")
         self._has_begun = False  # a call of the block
-        self._arguments: _Arguments | None = None  # that go on
+        self._arguments: _Arguments | None = None  # of an unfinished call
         self._words = StopFilter([OPENING])
         self._blanks = ""  # shown when more words follow, not before a call
 
     def _keep(self, block: str) -> None:
         self._block = block
-        self._seen, self._is_quoted = 0, False  # how far a closing tag was looked for
+        self._seen, self._is_quoted = 0, False  # searched for a closing tag up to here
 
     def push(self, text: str) -> list[str | Call]:
-        """The words that are certain now, calls and more of their arguments, in their order."""
+        """The words that are certain now, calls and more of their arguments, in order."""
         parts: list[str | Call] = []
         while text and not self.is_over:
             if self._inside:
@@ -156,7 +156,7 @@ class CallReader:
         return parts, ""
 
     def _closing(self) -> re.Match[str] | None:
-        """The closing tag, where it has come: each character is looked at once."""
+        """The closing tag, if it has come; each character is read once."""
         for mark in MARKS.finditer(self._block, self._seen):
             self._seen = mark.end()
             if mark[0] == CLOSING and not self._is_quoted:
@@ -191,8 +191,8 @@ class _Arguments:
         self._depth, self._is_text, self._is_escaped = 0, False, False
 
     def push(self, text: str) -> tuple[str, str]:
-        """What of the next piece belongs to it, with the control characters that strings may not
-        hold escaped; and the rest, empty unless `is_over`.
+        """The part of the piece that belongs to it, with control characters in strings escaped; and
+        the rest, empty unless `is_over`.
         """
         written = ""
         for at, one in enumerate(text):
@@ -214,9 +214,9 @@ class _Arguments:
 def in_text(
     turns: Sequence[dict[str, Any]], tools: Sequence[Tool], takes_system: bool
 ) -> list[dict[str, Any]]:
-    """The turns of a conversation for a template that knows no tools: these stand in the system's
-    message, or in front of the first turn where the template takes none; calls in the assistant's
-    text, and results, those of several calls together, in a message of the user.
+    """The turns of a conversation for a template without tools: tools stand in the system message,
+    or in front of the first turn where the template takes none; calls in the assistant's text;
+    results, those of several calls together, in a user message.
     """
     written: list[dict[str, Any]] = []
     before = None
@@ -248,9 +248,8 @@ def in_text(
 
 
 def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None = None) -> str:
-    """The grammar, in llguidance's form, of an answer in words, or of a schema, or with calls,
-    which are written as `in_text` writes them: behind the first there is no word. Raises ApiError
-    as `call_schema` does.
+    """The grammar, in llguidance's form, of an answer in words, or of a schema, or with calls as
+    `in_text` writes them, after which no word follows. Raises ApiError as `call_schema` does.
     """
     calls = {**json.loads(call_schema(tools)), "x-guidance": _BLANKS}
     more = f' ("\\n{OPENING}" one)*' if may_repeat else ""
@@ -274,8 +273,8 @@ def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None =
 
 
 def call_schema(tools: Sequence[Tool]) -> str:
-    """The JSON schema of a call of one of the tools, with no argument that its parameters do not
-    name, unless they say otherwise. Raises ApiError for definitions that contradict each other.
+    """The JSON schema of a call of one of the tools, without arguments that its parameters do not
+    name, unless they allow them. Raises ApiError for contradicting definitions.
     """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
@@ -305,7 +304,7 @@ def call_schema(tools: Sequence[Tool]) -> str:
 
 
 def readable(part: str | Call) -> str | Call:
-    """A part of a whole answer: a call whose arguments are no JSON is words."""
+    """A part of a whole answer: a call whose arguments are no JSON becomes words."""
     if isinstance(part, Call):
         try:
             json.loads(part.arguments)
@@ -320,12 +319,12 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """Without halves of characters, which JSON can spell and UTF-8 cannot."""
+    """Without lone surrogates, which JSON can spell and UTF-8 cannot."""
     return text.encode(errors="replace").decode()
 
 
 def _read(block: str) -> list[Call]:
-    """The call of a block, or the calls of a list; nothing where one of them cannot be read."""
+    """The call or list of calls of a block; nothing where one cannot be read."""
     try:
         found = json.loads(block)
     except (ValueError, RecursionError):

@@ -20,7 +20,7 @@ from eyas.serve.tools import REQUIRED_OPENING, answer_grammar, call_schema, in_t
 from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
-MAX_LOGPROBS_WHOLE = 1 << 17  # of an answer that is kept until it is whole; 100 bytes each
+MAX_LOGPROBS_WHOLE = 1 << 17  # in an answer that is not streamed; 100 bytes each
 Body = ChatRequest | TextRequest | ResponsesRequest
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
@@ -30,7 +30,7 @@ class ModelInfo:
     """What the server reports about its model.
 
     model: the name in requests; hub_id: another one. max_length: tokens of prompt and answer
-    together; context: those that the target can have. text_drafts: whether it drafts from text.
+    together; context: those of the target. text_drafts: whether it drafts from text.
     target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
     """
 
@@ -49,8 +49,8 @@ class ModelInfo:
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
-    """Refuse an answer in one object that may have more log-probabilities than a server can hold
-    for all its clients. Raises ApiError.
+    """Refuse a whole answer with more log-probabilities than a server can hold for all its clients.
+    Raises ApiError.
     """
     params = [one.params for one in requests if one.params.logprobs is not None]
     count = sum(one.n * one.max_tokens * (1 + (one.logprobs or 0)) for one in params)
@@ -64,9 +64,8 @@ def check_logprobs(requests: Sequence[Request]) -> None:
 
 
 class Translator:
-    """Translates bodies for one model.
-
-    All methods raise ApiError for what this server, this target or its template does not support.
+    """Translates bodies for one model. All methods raise ApiError for what this server, this target
+    or its template does not support.
     """
 
     def __init__(self, chat: Chat, info: ModelInfo) -> None:
@@ -74,7 +73,7 @@ class Translator:
         self._info = info
 
     def completion(self, body: Body) -> CompletionWriter:
-        """The writer of a body's answer; its `requests` are what the engine has to run."""
+        """The writer of a body's answer; its `requests` are the engine's work."""
         self.check_name(body.model)
         body = body.model_copy(update={"model": body.model or self._info.model})
         if isinstance(body, TextRequest):
@@ -128,8 +127,8 @@ class Translator:
     def _request(
         self, body: CompletionRequest, prompt_ids: Sequence[int], constraint: dict[str, str]
     ) -> Request:
-        """max_tokens is the body's or the default, as far as it fits;
-        the default also as far as an answer in one object may have log-probabilities.
+        """max_tokens is the body's or the default, as far as it fits; the default also within the
+        limit of log-probabilities of a whole answer.
         """
         room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
         if room < (max_tokens != 0):
@@ -161,7 +160,7 @@ class Translator:
         )
 
     def counted(self, body: TokenizeRequest | DetokenizeRequest) -> dict[str, Any]:
-        """What /tokenize and /detokenize answer, under vLLM's and llama.cpp's names."""
+        """The answer of /tokenize and /detokenize, under vLLM's and llama.cpp's names."""
         self.check_name(body.model)
         if isinstance(body, DetokenizeRequest):
             unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)

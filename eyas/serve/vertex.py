@@ -5,10 +5,10 @@ form of its errors.
     AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE     routes beside the server's own
     AIP_STORAGE_URI                         the model: target/ and, for speculation, head/ below it
 
-An instance is the body of a chat (it has `messages`) or of a text completion (`prompt`) without
-`model`; parameters are fields for all instances that do not have them. A prediction is what the
-endpoint of the instance would answer. Such a body by itself, as rawPredict and streamRawPredict
-hand it on, is answered as by that endpoint.
+An instance is the body of a chat (with `messages`) or of a text completion (with `prompt`), without
+`model`; parameters are fields for all instances that do not set them. A prediction is the answer of
+the instance's endpoint. Such a body alone, as rawPredict and streamRawPredict pass it on, is
+answered as by that endpoint.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
 
 
 class _Outline(BaseModel):
-    """What tells an OpenAI body from one with instances."""
+    """What distinguishes an OpenAI body from one with instances."""
 
     instances: Any = None
     messages: Any = None
@@ -81,7 +81,7 @@ class _Outline(BaseModel):
 
 
 class PredictionRequest(Strict):
-    """The body of a request."""
+    """The body of a prediction."""
 
     instances: Annotated[
         list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES, fail_fast=True)
@@ -90,8 +90,8 @@ class PredictionRequest(Strict):
 
 
 def openai_body(body: bytes, model: str) -> ChatRequest | TextRequest | None:
-    """The body of a chat or a text completion, for the served model whatever it names: the endpoint
-    is chosen. None for one with instances, or with neither. Raises ApiError.
+    """The body of a chat or a text completion, for the served model whatever it names, since the
+    endpoint is chosen. None for one with instances, or with neither. Raises ApiError.
     """
     outline = parse_body(_Outline, body).model_fields_set
     if "instances" in outline or not outline:
@@ -133,7 +133,7 @@ def _kind(names: Collection[str]) -> type[ChatRequest | TextRequest]:
 
 
 def _whole(value: Any) -> Any:
-    """16.0 as 16: protobuf's Struct, through which instances may come, has floats alone."""
+    """16.0 as 16: protobuf's Struct, which may carry instances, has floats only."""
     if isinstance(value, dict):
         return {name: _whole(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The thread that owns the engine, and the way of requests and updates to and from it.
+"""The thread that owns the engine, and how requests and updates pass to and from it.
 
     event loop                                   engine's thread
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
@@ -9,8 +9,8 @@
            └──── one queue per call ◀─ deliver ◀─ call_soon_threadsafe, once per round
 
 An engine that raises in a step is not trusted again: all requests fail with EngineFailure, now and
-later, and `failure` says why. What it raises for one request before any of it runs is that
-request's failure.
+later, and `failure` says why. What it raises for one request before any of it runs fails only that
+request.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ class RequestTimeout(EyasError):
 
 
 class QueueFull(EyasError):
-    """Too many samples wait already. num_waiting: how many would, with this request's."""
+    """Too many samples wait. num_waiting: how many would, with this request."""
 
     def __init__(self, num_waiting: int) -> None:
         super().__init__("too many requests wait already", "send the request again later")
         self.num_waiting = num_waiting
 
 
-# what the event loop sends: a request to add with its grammar, the id of one to cancel, a look at
-# the engine
+# from the event loop: a request to add with its grammar, the id of one to cancel, a look
 Command = tuple[Request, Grammar | None] | str | Callable[[Engine], object]
 
 
@@ -79,7 +78,7 @@ class EngineWorker:
         self._looks: set[asyncio.Future[Any]] = set()  # results of looks that are waited for
         # by request id; the requests of one call of `updates` share a queue
         self._queues: dict[str, asyncio.Queue[Event]] = {}
-        # who has waited longest comes first
+        # first come, first served
         self._compiler = ThreadPoolExecutor(GRAMMARS_AT_ONCE, "grammars")
         self._thread: threading.Thread | None = None
 
@@ -93,7 +92,6 @@ class EngineWorker:
 
     @property
     def speculation(self) -> str:
-        """How the engine speculates."""
         return str(self._engine.speculation)
 
     @property
@@ -108,7 +106,7 @@ class EngineWorker:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current round; requests that still wait get ShuttingDown."""
+        """End the thread after its current round; waiting requests get ShuttingDown."""
         assert self._thread is not None, "stop before start"
         with self._condition:
             self._stopping = True
@@ -121,7 +119,7 @@ class EngineWorker:
         self.fail_all()
 
     def fail_all(self) -> None:
-        """Fail all requests that run or wait, because the server ends."""
+        """Fail all running and waiting requests, because the server ends."""
         self._fail(ShuttingDown("the server is shutting down", "send the request again later"))
 
     async def inspect(self, look: Callable[[Engine], T]) -> T:
@@ -141,9 +139,8 @@ class EngineWorker:
         return await result
 
     async def swap_head(self, head: str) -> None:
-        """Draft with the head in a folder from the next round on; what runs goes on.
-
-        Raises what reading it raises, MismatchError for one that needs a restart, EngineFailure.
+        """Draft with the head in a folder from the next round on; running requests continue. Raises
+        what reading it raises, MismatchError for one that needs a restart, EngineFailure.
         """
         draft = await asyncio.to_thread(self._engine.read_draft, head)
         if not await self.inspect(lambda engine: engine.swap_draft(draft)):
@@ -152,17 +149,17 @@ class EngineWorker:
     async def updates(
         self, requests: Sequence[Request], timeout_s: float, max_queue: int
     ) -> AsyncGenerator[list[Update]]:
-        """Run requests; yields their updates, as many at a time as have come, until all have ended.
+        """Run requests; yields their updates in batches, as they come, until all have ended.
         Closing the iterator earlier cancels the requests that still run.
 
         Raises QueueFull if more than max_queue samples would wait, InputError when the engine
-        refuses one of the requests, EngineFailure when it fails, RequestTimeout after timeout_s.
+        refuses a request, EngineFailure when it fails, RequestTimeout after timeout_s.
         """
         if self.failure is not None:
             raise self.failure.again()
         queue: asyncio.Queue[Event] = asyncio.Queue()
         open_samples = {request.id: request.params.n for request in requests}
-        # the count is checked where it rises: nothing else runs in between
+        # checked where the count rises, with nothing running in between
         num_waiting = self.num_samples + sum(open_samples.values()) - self.max_batch
         if num_waiting > max_queue:
             raise QueueFull(num_waiting)
@@ -171,7 +168,7 @@ class EngineWorker:
         late = RequestTimeout(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
         timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
-            # all before the first: the queue holds nothing but what ends the request until then
+            # all before the first is added: until then the queue holds only what ends the request
             grammars = [await self._grammar_of(request, queue) for request in requests]
             for command in zip(requests, grammars, strict=True):
                 self._post(command)
@@ -251,9 +248,9 @@ class EngineWorker:
                     loop.call_soon_threadsafe(
                         self._deliver, [(one.request_id, one.error or one) for one in updates]
                     )
-        # native libraries raise what is no Exception, and the clients must still get an answer
+        # native libraries raise other BaseExceptions, and clients must still get an answer
         except BaseException as error:
-            # the type and the places alone: the message may quote a request
+            # without the message, which may quote a request
             log.error("the engine failed", extra={"data": error_facts(error)})
             what = f"the engine failed: {type(error).__name__}"
             loop.call_soon_threadsafe(
@@ -288,6 +285,6 @@ class EngineWorker:
 
 
 def _not_run(error: BaseException) -> EngineFailure:
-    """The failure of a request that could not be added, for a reason that is the engine's."""
+    """The failure of a request that could not be added, for a reason of the engine's own."""
     log.error("a request could not be added", extra={"data": error_facts(error)})
     return EngineFailure(f"the request could not be run: {type(error).__name__}")

@@ -1,9 +1,8 @@
 """The answer to one HTTP request: the engine's updates -> text, calls, counts -> JSON, whole or in
 server-sent events.
 
-One HTTP request may have several prompts, each of several samples: a choice for each, in the order
-of the prompts. What all chunks of an answer share is written once: a chunk costs one small
-json.dumps.
+A request may have several prompts, each of several samples: a choice for each, in prompt order.
+What all chunks share is written once, so a chunk costs one small json.dumps.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ TOKEN_ID = "token_id:{}"  # vLLM's name of a token by its id
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an update adds to a choice. text: its words; parts: words and pieces of calls in their
-    order.
-    is_first: the choice begins. token_texts: for include_rounds, the text that each token adds (the
-    last of an answer with what was held back), stop strings and calls included.
+    """What an update adds to a choice. text: its words; parts: words and pieces of calls in order.
+    is_first: the choice begins. token_texts: for include_rounds, the text of each token (the last
+    of an answer with what was held back), stop strings and calls included.
     """
 
     update: Update
@@ -63,7 +61,7 @@ class Choice:
         self._by_token = tokenizer.stream() if body.includes_rounds else None
         self._calls = None
         if isinstance(body, ChatRequest) and body.offered_tools:
-            # the prompt of a required call ends with the call's opening
+            # a required call's prompt ends with the call's opening
             self._calls = CallReader(bool(body.required_tools), not body.parallel_tool_calls)
 
     def push(self, update: Update) -> Delta:
@@ -74,7 +72,7 @@ class Choice:
         self._has_begun = True
         text = update.text
         if text is None:  # else the engine decodes, where it searches for stop strings
-            # the token that ends an answer is none of its text
+            # an end token is not part of the text
             is_ended = update.finish_reason == "stop"
             text = self._stream.push(update.token_ids[:-1] if is_ended else update.token_ids)
             text += self._stream.finish() if is_last else ""
@@ -116,8 +114,8 @@ class Choice:
 class CompletionWriter(ABC):
     """The answer to one HTTP request, streamed (`chunk`, `end`) or whole (`keep`, `whole`).
 
-    requests: what the engine has to do for it. first_at, last_at: when the first and the last
-    update came (perf_counter, seconds).
+    requests: the engine's work for it. first_at, last_at: when the first and the last update came
+    (perf_counter, seconds).
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class CompletionWriter(ABC):
 
     @property
     def num_written(self) -> int:
-        """Tokens that the answer names: its own, and a prompt's that are scored."""
+        """Tokens that the answer names: its own, and scored ones of prompts."""
         echoes = any(one.params.prompt_logprobs is not None for one in self.requests)
         return self.num_tokens + (self.num_prompt_tokens if echoes else 0)
 
@@ -164,8 +162,8 @@ class CompletionWriter(ABC):
             choice.kept.append(delta)
 
     def push(self, update: Update) -> tuple[Choice, Delta | None]:
-        """The choice that an update is of, and what it adds to it: None where its only call has
-        ended it before the engine has.
+        """The choice of an update, and what it adds: None where a call has ended the choice before
+        the engine has.
         """
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
@@ -175,7 +173,7 @@ class CompletionWriter(ABC):
         return choice, choice.push(update) if choice.ending is None else None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts, and under `eyas` those of rounds that the head drafted in, with tau."""
+        """OpenAI's counts, and under `eyas` those of rounds with drafts of the head, with tau."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
@@ -237,9 +235,9 @@ class _OpenAIWriter(CompletionWriter):
         return f"{self._head}{json.dumps(choice)}{tail}"
 
     def _round(self, delta: Delta) -> dict[str, Any]:
-        """For include_rounds: each token's origin (accepted of the head's or of text's drafts, the
-        target's bonus, or plain, where no draft was judged), the tree (None without drafts; with
-        the head's probabilities), and whether the head drafted, as tau counts.
+        """For include_rounds: each token's origin (an accepted draft of head or text, the target's
+        bonus, or plain, where no draft was judged), the tree (None without drafts; with the head's
+        probabilities), and whether the head drafted, as tau counts.
         """
         if delta.token_texts is None:
             return {}
@@ -274,9 +272,8 @@ class _OpenAIWriter(CompletionWriter):
 
 
 class ChatWriter(_OpenAIWriter):
-    """The answer of /v1/chat/completions.
-
-    The first chunk of a choice holds the role too, so that no chunk comes before the first token.
+    """The answer of /v1/chat/completions. The first chunk of a choice also holds the role, so that
+    no chunk comes before the first token.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -289,7 +286,7 @@ class ChatWriter(_OpenAIWriter):
         self._num_calls = [0] * len(self.choices)
 
     def write(self, choice: Choice, delta: Delta) -> str:
-        # clients open a text at the first content that is not null, where a call alone may follow
+        # clients begin a text at the first content that is not null, though only a call may follow
         message: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
         message["content"] = None if self._may_call and not delta.text else delta.text
         for one in delta.calls:  # clients put the chunks of a call together by its index
@@ -337,7 +334,7 @@ class ChatWriter(_OpenAIWriter):
 
 
 class TextWriter(_OpenAIWriter):
-    """The answer of /v1/completions. The last chunk of a choice holds its ending too. With echo,
+    """The answer of /v1/completions. The last chunk of a choice also holds its ending. With echo,
     the prompt stands in front of the text, and its tokens in front of the logprobs; the first has
     none.
     """
@@ -398,7 +395,7 @@ class TextWriter(_OpenAIWriter):
         }
 
     def _name(self, token: int) -> str:
-        """A token's text; its bytes where it is a part of a character, or two tokens would share a
+        """A token's text; its bytes where it is part of a character, or two tokens would share a
         name.
         """
         if self._names_ids:
