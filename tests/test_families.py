@@ -103,8 +103,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_greedy_answers_are_those_of_transformers(root, name, backend):
-    target, model = loaded(root, name, backend), by_transformers(root, name)
+def test_greedy_answers_are_those_of_transformers(root, name):
+    """By PyTorch's operators; the native decoder's are in test_architectures.py."""
+    target, model = loaded(root, name, "torch"), by_transformers(root, name)
     (asked,) = prompts(target, [80])
     with torch.no_grad():
         theirs = model.generate(

@@ -125,7 +125,7 @@ def test_every_bfloat16_survives_numpy_and_back():
     assert_same(sample, decode_sample(data, entry, meta))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.integers(1, 4),
@@ -169,7 +169,7 @@ def test_reading_one_sample_asks_for_its_bytes_only(tmp_path, monkeypatch):
     assert asked == [("train-00001.safetensors", 6 * META.bytes_per_token)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
     url = f"memory://{uuid.uuid4()}"
@@ -189,18 +189,6 @@ def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
             features[number]
         assert entry.key in raised.value.what
         assert entry.shard in raised.value.what
-
-
-def test_a_truncated_or_missing_shard_is_noticed(tmp_path):
-    folder = tmp_path / "features"
-    features = Features(write(Artifact(str(folder)), [make_sample(number) for number in range(6)]))
-    shard = folder / "train-00001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CorruptError, match=r"train-00001\.safetensors holds"):
-        features[5]
-    shard.unlink()
-    with pytest.raises(MissingInputError, match="train-00001"):
-        features[4]
 
 
 def test_a_changed_index_is_noticed(tmp_path):
@@ -321,6 +309,9 @@ def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
         with pytest.raises(CorruptError, match=rf"{name} holds [\d,]+ bytes, not") as raised:
             read()
         assert "this one shard" in raised.value.hint
+    artifact.delete(name)
+    with pytest.raises(MissingInputError, match=name):
+        features[3]
 
 
 def test_bytes_that_came_damaged_once_are_read_again(tmp_path, monkeypatch):
@@ -409,9 +400,6 @@ def test_a_stream_goes_on_at_an_exact_sample(tmp_path):
         rest = list(features.stream(order[done:]))
         assert [sample.key for sample in rest] == [sample.key for sample in whole[done:]]
     assert [len(batch) for batch in features.batches([[3, 1], [], [4]])] == [2, 0, 1]
-    for (ids, mask), sample in zip(features.all_tokens(), samples, strict=True):
-        assert torch.equal(ids, sample.token_ids)
-        assert torch.equal(mask, sample.loss_mask)
 
 
 def test_a_broken_sample_is_an_error_in_its_place(tmp_path):
