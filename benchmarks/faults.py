@@ -82,7 +82,6 @@ class Head:
         }
 
     def save(self) -> Path:
-        """Write it back."""
         (self.folder / "config.json").write_text(json.dumps(self.settings))
         layer = "layers.0." if self.is_speculators else LAYER
         kept = {
@@ -114,12 +113,10 @@ def setting(**changes: Any) -> Callable[[Head], None]:
 
 
 def without(*keys: str) -> Callable[[Head], None]:
-    """Keys of config.json left out."""
     return lambda head: [head.settings.pop(key) for key in keys] and None
 
 
 def weight(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Head], None]:
-    """One tensor changed."""
     return lambda head: head.tensors.update({name: change(head.tensors[name].clone())})
 
 
@@ -131,7 +128,6 @@ def noise(tensor: Tensor) -> Tensor:
 
 
 def with_first(value: float) -> Callable[[Tensor], Tensor]:
-    """The first value replaced."""
     return lambda tensor: (
         tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
     )
@@ -201,7 +197,6 @@ def all_noise(head: Head) -> None:
 
 
 def renamed(head: Head) -> None:
-    """A tensor under a name that no engine knows."""
     head.tensors["norm.wieght"] = head.tensors.pop("norm.weight")
 
 
@@ -462,7 +457,6 @@ def of_config(**changes: Any) -> Callable[..., tuple[HeadConfig, Tensors]]:
 
 
 def as_packaged(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """Nothing changed."""
     return config, tensors
 
 
@@ -583,7 +577,6 @@ def run_why(target: str, only: str, num_conversations: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse options, run, end with one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -284,7 +284,6 @@ class Attack:
         return {name: round(value, 1) for name, value in self._reports.recv().items()}
 
     async def send(self, asked: list[tuple[str, bytes]], at_once: int) -> Counter[str]:
-        """Statuses of all bodies."""
         statuses, left = Counter[str](), iter(asked)
 
         async def client(http: httpx.AsyncClient) -> None:
@@ -389,7 +388,6 @@ class Attack:
         return await work()
 
     def measured(self, work: Callable[[], Awaitable[Counter[str]]]) -> dict[str, Any]:
-        """What the bodies did."""
         self.reported()
         statuses = asyncio.run(self._during(work))
         return {

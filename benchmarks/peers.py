@@ -119,7 +119,6 @@ class Worker:
         self.log = log
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises WorkerError."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -283,7 +282,6 @@ def figures(samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def table(section: str, found: dict[str, dict[str, Any]]) -> str:
-    """A section as lines of text, the fastest first."""
     lines = [f"\n{section:<45} {'tokens/s':>9}   samples"]
     for name, one in sorted(found.items(), key=lambda item: -item[1]["tokens_per_second"]):
         lines.append(f"{name:<45} {one['tokens_per_second']:>9}   {one['samples']}")
