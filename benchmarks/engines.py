@@ -47,15 +47,7 @@ import held_out
 import numpy as np
 import safetensors.torch
 import torch
-from peers import (
-    Worker,
-    WorkerError,
-    end_token,
-    folder_of,
-    head_folders,
-    per_second,
-    without,
-)
+from peers import Worker, WorkerError, end_token, folder_of, head_folders, per_second, without
 
 from eyas import hub
 from eyas.artifact import Artifact

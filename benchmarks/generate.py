@@ -443,10 +443,7 @@ def writes_features(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def run_writer(args: argparse.Namespace, folder: Path) -> None:
-    measured = {
-        "features": writes_features(args, folder),
-        "answers": writes_answers(args, folder),
-    }
+    measured = {"features": writes_features(args, folder), "answers": writes_answers(args, folder)}
     for name, figures in measured.items():
         print(name, *figures.items(), sep="\n    ")
     print(json.dumps({"machine": this_machine(), "target": args.target, **measured}))

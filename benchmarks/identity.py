@@ -106,11 +106,7 @@ def random_params(rng: random.Random, params: SamplingParams) -> SamplingParams:
 
 
 def stress(
-    engine: Engine,
-    requests: list[Request],
-    rng: random.Random,
-    into: Stressed,
-    drafts: list[Draft],
+    engine: Engine, requests: list[Request], rng: random.Random, into: Stressed, drafts: list[Draft]
 ) -> None:
     """All requests through one engine, in bursts, among others that are cancelled. drafts: those
     that take turns; the engine begins with the first.

@@ -257,10 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4": Architecture("GLM-4 (9B, 32B)", "Glm4Config"),
     "glm4_moe": Architecture(
-        "GLM-4.5 and later (MoE)",
-        "Glm4MoeConfig",
-        {**ROUTED, "use_qk_norm": True},
-        own=False,
+        "GLM-4.5 and later (MoE)", "Glm4MoeConfig", {**ROUTED, "use_qk_norm": True}, own=False
     ),
     "glm4_moe_lite": Architecture(
         "GLM-4.7 Flash", "Glm4MoeLiteConfig", {**LATENT, **ROUTED}, own=False

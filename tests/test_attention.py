@@ -125,9 +125,7 @@ def laid_out(
     depth_M = np.array([int(seen).bit_count() for seen in seen_M.view(np.uint64)])
     position_M = prefix_len_M - 1 - first_column + depth_M
     rows = rows_of(
-        (unused, request_M, position_M, unused, prefix_len_M, seen_M),
-        page_table,
-        first_column,
+        (unused, request_M, position_M, unused, prefix_len_M, seen_M), page_table, first_column
     )
     return TensorRows.of(rows)
 

@@ -274,9 +274,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_p
     """On the library that began it: another variant's last bits differ."""
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     kept = killed_at_a_write(
-        "train-00001.safetensors",
-        lambda: capture(config, answers, Artifact(output.url)),
-        output,
+        "train-00001.safetensors", lambda: capture(config, answers, Artifact(output.url)), output
     )
     assert kept
     with monkeypatch.context() as patched:

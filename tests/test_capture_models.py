@@ -17,12 +17,7 @@ from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Target
 from eyas.operators import decoder as hooked
-from eyas.operators.decoder import (
-    HiddenStates,
-    HookedDecoder,
-    OwnDecoder,
-    decoder_layers,
-)
+from eyas.operators.decoder import HiddenStates, HookedDecoder, OwnDecoder, decoder_layers
 from eyas.operators.foreign import shape_of
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary

@@ -136,9 +136,7 @@ def test_a_killed_run_goes_on_with_any_number_of_workers(
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     several = config.model_copy(update={"workers": 3 - workers})
     kept = killed_at_a_write(
-        "train-00003.safetensors",
-        lambda: capture(several, answers, Artifact(output.url)),
-        output,
+        "train-00003.safetensors", lambda: capture(several, answers, Artifact(output.url)), output
     )
     assert len(kept) == 3
     capture(config.model_copy(update={"workers": workers}), answers, output)

@@ -282,11 +282,7 @@ def test_positions_beyond_the_first_table(monkeypatch):
 @pytest.mark.parametrize("shape", [*HEADS, "bf16 weights", "long products", *PARTS, *ODD_PARTS])
 @pytest.mark.parametrize(
     ("sizes", "page_table", "threads"),
-    [
-        ([21], STRAIGHT, 2),
-        ([2, 3, 7, 9], SHUFFLED, 1),
-        ([3, 101, 16], SHUFFLED, 2),
-    ],
+    [([21], STRAIGHT, 2), ([2, 3, 7, 9], SHUFFLED, 1), ([3, 101, 16], SHUFFLED, 2)],
 )
 def test_chunks_give_the_bits_of_single_tokens(shape, dtype, sizes, page_table, threads):
     """The long ones have more rows than a tile and more columns than a step."""

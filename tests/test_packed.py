@@ -34,13 +34,7 @@ from eyas.operators.tensors import array_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.rows import TensorCache, TensorRows
-from tests.quantised_twin import (
-    QuantisedLinear,
-    fma,
-    in_eight_bits,
-    taken_apart,
-    twin_layers,
-)
+from tests.quantised_twin import QuantisedLinear, fma, in_eight_bits, taken_apart, twin_layers
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_native import (
     DTYPES,

@@ -21,15 +21,7 @@ from safetensors.torch import load
 
 from eyas.artifact import Artifact, File
 from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
-from eyas.shards import (
-    Entry,
-    FeatureMeta,
-    Features,
-    Sample,
-    ShardWriter,
-    decode_sample,
-    encoded,
-)
+from eyas.shards import Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encoded
 from eyas.shards import reader as reader_module
 from eyas.shards import writer as writer_module
 

@@ -23,12 +23,7 @@ from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
 from eyas.train.ranks import Ranks
-from eyas.train.start import (
-    fit_to_features,
-    given_vocabulary,
-    initialise,
-    recount,
-)
+from eyas.train.start import fit_to_features, given_vocabulary, initialise, recount
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target

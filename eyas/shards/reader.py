@@ -27,14 +27,7 @@ from eyas.artifact import Artifact
 from eyas.cores import cores
 from eyas.errors import CorruptError, InputError, MissingInputError
 from eyas.shards.codecs import Tables
-from eyas.shards.layout import (
-    READ,
-    TOKEN_BYTES,
-    Entry,
-    decode_sample,
-    decode_tokens,
-    index_name,
-)
+from eyas.shards.layout import READ, TOKEN_BYTES, Entry, decode_sample, decode_tokens, index_name
 from eyas.shards.sample import FeatureMeta, Sample, Split
 from eyas.stores import Persistent
 
