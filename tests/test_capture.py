@@ -20,7 +20,6 @@ from eyas.artifact import Artifact
 from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
-from eyas.features import forward
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import (
@@ -31,7 +30,6 @@ from eyas.features.samples import (
     plan_samples,
     shared_groups,
 )
-from eyas.model.library import build
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
@@ -40,9 +38,7 @@ from eyas.shards import Features, teacher_mask
 from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
-    contents,
     ending_target,
-    killed_at_a_write,
     prompts_of,
     write_answers,
     write_prompts,
@@ -268,24 +264,6 @@ def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, output):
         assert sample.aux_hidden.dtype == torch.bfloat16
         assert torch.equal(sample.aux_hidden, exact[key].aux_hidden.bfloat16())
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
-
-
-def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path, monkeypatch):
-    """On the library that began it: another variant's last bits differ."""
-    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
-    kept = killed_at_a_write(
-        "train-00001.safetensors", lambda: capture(config, answers, Artifact(output.url)), output
-    )
-    assert kept
-    with monkeypatch.context() as patched:
-        patched.setattr(forward, "build", lambda: "decoder-else")
-        with pytest.raises(MismatchError, match=r"parts so far .*-else"):
-            capture(config, answers, output)
-    manifest = capture(config, answers, output)
-    assert build() in manifest.facts["computed_by"]
-    assert contents(output) == contents(captured)
-    assert manifest.counts == captured.manifest().counts
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"
 
 
 def test_answers_with_tokens_that_the_target_has_not_are_refused(target, answers, monkeypatch):

@@ -6,11 +6,8 @@ import json
 import math
 import os
 import random
-import signal
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,52 +199,6 @@ def test_features_want_a_finished_capture(tmp_path):
     artifact.finish("prompts", {}, {}, {})
     with pytest.raises(InputError, match="'prompts', not 'capture'"):
         Features(Artifact(artifact.url))
-
-
-def shard_bytes(folder: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("train")
-    }
-
-
-def forked(work: Callable[[], None]) -> int:
-    """The process id of a child that does this work and ends with 0 if nothing was raised."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def write_and_die(folder: Path) -> None:
-    writer = ShardWriter(Artifact(str(folder)), "train", META, samples_per_shard=4)
-    for number in range(10):
-        writer.add(make_sample(number))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path):
-    samples = [make_sample(number) for number in range(14)]
-    write(Artifact(str(tmp_path / "whole")), samples)
-    child = forked(lambda: write_and_die(tmp_path / "cut"))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert sorted(shard_bytes(tmp_path / "cut")) == [
-        "train-00000.safetensors",
-        "train-00001.safetensors",
-    ]
-    (tmp_path / "cut" / "train-00002.safetensors.partial-1").write_bytes(b"half")
-    writer = ShardWriter(Artifact(str(tmp_path / "cut")), "train", META, samples_per_shard=4)
-    assert writer.keys == {f"sample-{number}" for number in range(8)}
-    for sample in samples:
-        if sample.key not in writer.keys:
-            writer.add(sample)
-    writer.close()
-    (tmp_path / "cut" / "train-00002.safetensors.partial-1").unlink()
-    assert shard_bytes(tmp_path / "cut") == shard_bytes(tmp_path / "whole")
 
 
 def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):

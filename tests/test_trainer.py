@@ -154,10 +154,9 @@ def test_learns_and_describes_itself(made, features, tmp_path):
 
 
 def test_the_seed_decides(made, features, whole, tmp_path):
-    for name, seed in (("same", 0), ("other", 1)):
-        run(made[0], features, tmp_path / name, seed=seed)
-    assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
-    assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
+    """That one seed gives one head, test_stages.py holds."""
+    run(made[0], features, tmp_path, seed=1)
+    assert weights(Artifact(str(tmp_path))) != weights(whole)
 
 
 def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
