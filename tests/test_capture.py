@@ -39,6 +39,7 @@ from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
     ending_target,
+    patched,
     prompts_of,
     write_answers,
     write_prompts,
@@ -48,11 +49,7 @@ from tests.tiny import tiny_target
 PROMPTS = prompts_of(29)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_shards():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
-        yield
+small_shards = patched((stage, "SAMPLES_PER_SHARD", 4))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,20 +23,15 @@ from eyas.features.forward import ForwardResult, ForwardTask, WorkerForward
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, writer
-from tests.stages import killed_at_a_write, write_answers
+from tests.stages import killed_at_a_write, patched, write_answers
 from tests.tiny import tiny_target
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 KILLED_AT = 3  # forwards of the first worker that gets so far
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_portions() -> Iterator[None]:
-    """Several shards; the first samples reach the writer before it has a codec."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
-        patch.setattr(writer, "CALIBRATION_TOKENS", 300)
-        yield
+# several shards; the first samples reach the writer before it has a codec
+small_portions = patched((stage, "SAMPLES_PER_SHARD", 4), (writer, "CALIBRATION_TOKENS", 300))
 
 
 @pytest.fixture(scope="module")
