@@ -406,15 +406,6 @@ def test_batches_pad_little_and_differ_from_pass_to_pass():
     assert len(plan_packs(lengths, 2048, "0/0")) * 2048 < 1.03 * sum(lengths)
 
 
-def test_a_batch_pads_on_the_right():
-    batch = made_up_batch([[True] * 3, [False, True, True, False, True]])
-    assert batch.tokens_BT.dtype == torch.int64
-    assert batch.aux_hidden_BTA.shape == (2, 5, 36)
-    first, second = [True] * 3 + [False] * 2, [False, True, True, False, True]
-    assert batch.loss_mask_BT.tolist() == [first, second]
-    assert batch.last_hidden_BTH[0, 3:].eq(0).all()
-
-
 def golden_step() -> dict[str, object]:
     """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the
     weights after it.
