@@ -40,7 +40,6 @@ NOT_MEASURED = StopConfig(measurements=0)
 
 
 def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
-    """The samples of both splits, written by a codec."""
     name, _, teacher = codec.partition("/")
     output = Artifact(url)
     made = exact.manifest("capture")
@@ -89,7 +88,6 @@ def tau_of(
 
 
 def compared(taus: dict[str, list[float]], shares: dict[str, float]) -> dict[str, Any]:
-    """A row for each codec."""
     return {
         codec: {
             "share_of_bf16": round(shares[codec], 4),

@@ -77,14 +77,8 @@ def served(args: argparse.Namespace, arm: str) -> ServeConfig:
         speculation={PLAIN: "off", "head": "auto"}.get(arm, arm),
         text_drafts=arm != "head",
     )
-    return ServeConfig(
-        target=args.target,
-        head=args.head,
-        dtype=args.dtype,
-        threads=args.threads,
-        port=0,
-        engine=engine,
-    )
+    given = {name: getattr(args, name) for name in ("target", "head", "dtype", "threads")}
+    return ServeConfig(**given, port=0, engine=engine)
 
 
 def llama_command(args: argparse.Namespace, port: int) -> list[str]:
@@ -97,50 +91,37 @@ def llama_command(args: argparse.Namespace, port: int) -> list[str]:
 
 
 @contextmanager
-def llama_server(args: argparse.Namespace) -> Iterator[str]:
-    """The URL of llama.cpp's server on the target's file, once it answers."""
-    port = free_port()
-    command = llama_command(args, port)
-    # as an installed package starts, whose modules are compiled already
+def ready(command: list[str], port: int) -> Iterator[tuple[int, str]]:
+    """The process id and the URL of a server, once it answers; started as an installed package
+    starts, whose modules are compiled already.
+    """
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     unheard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, **unheard) as process:
         try:
-            url = f"http://127.0.0.1:{port}"
-            until = time.monotonic() + START_SECONDS
-            while process.poll() is None and time.monotonic() < until:
-                if is_up(url):
-                    yield url
-                    return
-                time.sleep(0.2)
-            sys.exit(f"error: llama-server is not ready after {START_SECONDS} s: {command}")
+            url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+            while not is_up(url):
+                if process.poll() is not None or time.monotonic() > until:
+                    sys.exit(f"error: the server does not start: {command}")
+                time.sleep(0.02)
+            yield process.pid, url
         finally:
             process.terminate()
 
 
 def started(command: list[str], port: int, model: str) -> dict[str, float]:
     """The figures of one start of a server."""
-    begun, url = time.monotonic(), f"http://127.0.0.1:{port}"
-    # as an installed package starts, whose modules are compiled already
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
-    unheard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, **unheard) as process:
-        try:
-            while not is_up(url):
-                if process.poll() is not None or time.monotonic() - begun > START_SECONDS:
-                    sys.exit(f"error: the server does not start: {command}")
-                time.sleep(0.02)
-            place = Path(f"/proc/{process.pid}")
-            ready_s = time.monotonic() - begun
-            times = place.joinpath("stat").read_text().rpartition(")")[2].split()[11:13]
-            ready_mb = memory_mb(place)
-            said = [{"role": "user", "content": "Tell me a story about a table."}]
-            body = {"model": model, "messages": said, "max_tokens": 128}
-            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
-            cpu_s = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
-            after_mb = memory_mb(place)
-        finally:
-            process.terminate()
+    begun = time.monotonic()
+    with ready(command, port) as (pid, url):
+        place = Path(f"/proc/{pid}")
+        ready_s = time.monotonic() - begun
+        times = place.joinpath("stat").read_text().rpartition(")")[2].split()[11:13]
+        ready_mb = memory_mb(place)
+        said = [{"role": "user", "content": "Tell me a story about a table."}]
+        body = {"model": model, "messages": said, "max_tokens": 128}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        cpu_s = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        after_mb = memory_mb(place)
     return {"ready_s": ready_s, "cpu_s": cpu_s, "ready_mb": ready_mb, "after_mb": after_mb}
 
 
@@ -155,13 +136,11 @@ def starts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians over the starts of our server and, where its build is given, llama.cpp's."""
     found = defaultdict(list)
     for _ in range(args.starts):
-        port = free_port()
-        ours = [sys.executable, "-m", "eyas.cli.main", "serve", "--port", str(port)]
+        ours = [sys.executable, "-m", "eyas.cli.main", "serve", "--port", str(port := free_port())]
         ours += ["--target", args.target, "--set", f"dtype={args.dtype}", "--set", "model=it"]
         found["eyas"].append(started(ours, port, "it"))
         if args.llama_cpp:
-            port = free_port()
-            theirs = llama_command(args, port)
+            theirs = llama_command(args, port := free_port())
             found[LLAMA].append(started(theirs, port, args.target))
     return {
         name: {key: rounded(statistics.median(one[key] for one in runs)) for key in runs[0]}
@@ -170,7 +149,6 @@ def starts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def is_up(url: str) -> bool:
-    """Whether a server answers."""
     try:
         return httpx.get(f"{url}/health", timeout=2).status_code == httpx.codes.OK
     except httpx.HTTPError:
@@ -251,11 +229,12 @@ def main() -> None:
     with ExitStack() as servers:
         arms = {}
         for arm in (PLAIN, *args.arms):
-            server = llama_server(args) if arm == LLAMA else running_server(served(args, arm))
-            arms[arm] = ArmConfig(
-                url=servers.enter_context(server),
-                speculation=None if arm in (PLAIN, LLAMA) else True,
-            )
+            if arm == LLAMA:
+                server = ready(llama_command(args, port := free_port()), port)
+                _, url = servers.enter_context(server)
+            else:
+                url = servers.enter_context(running_server(served(args, arm)))
+            arms[arm] = ArmConfig(url=url, speculation=None if arm in (PLAIN, LLAMA) else True)
         config = BenchConfig(
             prompts=questions,
             arms=arms,

@@ -47,15 +47,7 @@ import held_out
 import numpy as np
 import safetensors.torch
 import torch
-from peers import (
-    Worker,
-    WorkerError,
-    end_token,
-    folder_of,
-    head_folders,
-    per_second,
-    without,
-)
+from peers import Worker, WorkerError, end_token, folder_of, head_folders, per_second, without
 
 from eyas import hub
 from eyas.artifact import Artifact
@@ -228,7 +220,6 @@ class Run:
     own: list[list[int]] = field(default_factory=list)
 
     def answers(self, arm: Arm) -> list[dict[str, Any]]:
-        """Raises WorkerError."""
         python = place_of(self.args, arm.peer)
         if python is None:
             raise WorkerError("not here")
@@ -278,7 +269,6 @@ class Run:
         return found
 
     def row(self, arm: Arm, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """A line of the table."""
         answers = self.answers(arm)
         end = end_token(self.models["target"])
         kinds = [
@@ -323,7 +313,6 @@ def tau_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
-    """All lines as text."""
     columns = f"{'answers equal':>14} {'tau':>6} {'interval':>13} {'foretold':>9} {'off':>7}"
     lines = [f"{'engine, head, drafts':<58} {columns} {'tokens/s':>9}"]
     for one in rows:

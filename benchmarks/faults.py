@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,10 @@ from eyas.export.verdict import named, verdict, why_findings
 from eyas.hub import resolve_head, resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import HeadConfig, RopeConfig
-from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form
+from eyas.model.dialects import CONFIG_JSON, EMBED_TOKENS, FLAGS, LAYER, LM_HEAD, Form
 from eyas.model.forms import Verifier
 from eyas.model.target import Target
-from eyas.model.weights import weight_files
+from eyas.model.weights import SINGLE, weight_files
 from eyas.operators.tensors import array_of, arrays_of, read_head, tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 
@@ -81,7 +82,6 @@ class Head:
         }
 
     def save(self) -> Path:
-        """Write it back."""
         (self.folder / "config.json").write_text(json.dumps(self.settings))
         layer = "layers.0." if self.is_speculators else LAYER
         kept = {
@@ -113,12 +113,10 @@ def setting(**changes: Any) -> Callable[[Head], None]:
 
 
 def without(*keys: str) -> Callable[[Head], None]:
-    """Keys of config.json left out."""
     return lambda head: [head.settings.pop(key) for key in keys] and None
 
 
 def weight(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Head], None]:
-    """One tensor changed."""
     return lambda head: head.tensors.update({name: change(head.tensors[name].clone())})
 
 
@@ -130,7 +128,6 @@ def noise(tensor: Tensor) -> Tensor:
 
 
 def with_first(value: float) -> Callable[[Tensor], Tensor]:
-    """The first value replaced."""
     return lambda tensor: (
         tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
     )
@@ -144,14 +141,6 @@ def other_words(head: Head) -> None:
     head.tensors |= {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": mask_V}
 
 
-def another_verifier(head: Head) -> None:
-    """A config that names another target."""
-    head.settings["speculators_config"]["verifier"] |= {
-        "name_or_path": "another",
-        "architectures": ["Qwen3ForCausalLM"],
-    }
-
-
 def as_exported(folder: Path) -> Path:
     """The folder with a manifest of what is in it."""
     output = Artifact(str(folder))
@@ -160,19 +149,15 @@ def as_exported(folder: Path) -> Path:
     return folder
 
 
-def weight_changed_later(folder: Path) -> None:
-    """One weight of an export changed."""
-    path = as_exported(folder) / "model.safetensors"
+def changed_later(folder: Path, name: str) -> None:
+    """One weight of an export changed, or a key added to its config."""
+    path = as_exported(folder) / name
+    if name == "config.json":
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"use_cache": True}))
+        return
     tensors = safetensors.torch.load_file(path)
-    safetensors.torch.save_file(
-        tensors | {"fc.weight": with_first(1.0)(tensors["fc.weight"])}, path
-    )
-
-
-def config_changed_later(folder: Path) -> None:
-    """A key added to the config of an export."""
-    path = as_exported(folder) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_cache": True}))
+    fc = with_first(1.0)(tensors["fc.weight"])
+    safetensors.torch.save_file(tensors | {"fc.weight": fc}, path)
 
 
 def in_shards_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Path:
@@ -212,7 +197,6 @@ def all_noise(head: Head) -> None:
 
 
 def renamed(head: Head) -> None:
-    """A tensor under a name that no engine knows."""
     head.tensors["norm.wieght"] = head.tensors.pop("norm.weight")
 
 
@@ -232,31 +216,23 @@ def rows_out_of_order(head: Head) -> None:
 def faults(config: HeadConfig) -> list[Fault]:
     """All edits. config: the sound head's."""
     outputs = list(config.taps)
-    earlier, later = ([tap + by for tap in outputs] for by in (0, 2))
+    earlier, entering, later = ([tap + by for tap in outputs] for by in (0, 1, 2))
+    third = [*outputs[:2], outputs[2] + 1]
+    twice = lambda d2t: torch.cat((d2t[:1], d2t[:1] - 1, d2t[2:]))  # noqa: E731
+    flag = {"input_norm.weight": torch.ones(960)}
+    other = {"name_or_path": "another", "architectures": ["Qwen3ForCausalLM"]}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    llama = ["LlamaForCausalLM"]
     return [
         Fault("layers off by one: outputs in a list of inputs", "vllm", setting(**{IDS: earlier})),
         Fault("layers off by one: one later", "vllm", setting(**{IDS: later})),
-        Fault(
-            "layers of the other convention",
-            "sglang",
-            setting(eagle_config={IDS: [tap + 1 for tap in outputs]}),
-        ),
-        Fault(
-            "third layer one later",
-            "sglang",
-            setting(eagle_config={IDS: [*outputs[:2], outputs[2] + 1]}),
-        ),
+        Fault("layers of the other convention", "sglang", setting(eagle_config={IDS: entering})),
+        Fault("third layer one later", "sglang", setting(eagle_config={IDS: third})),
         Fault("layers beyond the target", "sglang", setting(eagle_config={IDS: [1, 5, 12]})),
         Fault("two lists of layers that disagree", "sglang", setting(**{IDS: [1, 5, 8]})),
         Fault("d2t holds ids", "sglang", ids_for_offsets),
-        Fault(
-            "d2t holds ids, no t2d", "sglang", lambda head: ids_for_offsets(head, keep_mask=False)
-        ),
-        Fault(
-            "d2t leads twice to one token",
-            "sglang",
-            weight("d2t", lambda d2t: torch.cat((d2t[:1], d2t[:1] - 1, d2t[2:]))),
-        ),
+        Fault("d2t holds ids, no t2d", "sglang", lambda head: ids_for_offsets(head, False)),
+        Fault("d2t leads twice to one token", "sglang", weight("d2t", twice)),
         Fault("d2t one token on", "vllm", weight("d2t", lambda d2t: d2t + 1)),
         Fault("t2d of another vocabulary", "sglang", weight("t2d", lambda t2d: t2d.roll(7))),
         Fault("d2t and t2d one token on, in themselves sound", "sglang", other_words),
@@ -269,11 +245,7 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("norm_output where it was not", "vllm", setting(norm_output=True)),
         Fault("norm_output of two meanings", "sglang", setting(norm_output=True)),
         Fault("norm_before_fc without its norm", "sglang", setting(norm_before_fc=True)),
-        Fault(
-            "a norm without its flag",
-            "sglang",
-            lambda head: head.tensors.update({"input_norm.weight": torch.ones(960)}),
-        ),
+        Fault("a norm without its flag", "sglang", lambda head: head.tensors.update(flag)),
         Fault("random embeddings, said to be the target's", "vllm", weight(EMBED_TOKENS, noise)),
         Fault("random embeddings of nobody's", "vllm", foreign_embeddings),
         Fault(
@@ -284,14 +256,8 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("weights of another head", "sglang", all_noise),
         Fault("lm_head of another target", "sglang", setting(target_lm_head_sha256="0" * 64)),
         Fault("rope_theta of another target", "sglang", setting(rope_theta=1e6)),
-        Fault(
-            "rope scaling of another target",
-            "vllm",
-            setting(rope_scaling={"rope_type": "linear", "factor": 8.0}),
-        ),
-        Fault(
-            "a shorter context than the target's", "sglang", setting(max_position_embeddings=512)
-        ),
+        Fault("rope scaling of another target", "vllm", setting(rope_scaling=linear)),
+        Fault("a context shorter than its own", "sglang", setting(max_position_embeddings=512)),
         Fault("rms_norm_eps of another target", "sglang", setting(rms_norm_eps=1e-3)),
         Fault("a tensor under a wrong name", "sglang", renamed),
         Fault("a tensor is missing", "vllm", lambda head: head.tensors.pop("norm.weight")),
@@ -300,24 +266,21 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("zeros", "sglang", weight("norm.weight", torch.zeros_like)),
         Fault("quantised", "sglang", weight("fc.weight", lambda fc: fc.to(torch.float8_e4m3fn))),
         Fault("dtype that the tensors do not have", "sglang", setting(torch_dtype="float32")),
-        Fault(
-            "an architecture that SGLang does not load",
-            "sglang",
-            setting(architectures=["LlamaForCausalLM"]),
-        ),
+        Fault("an architecture that SGLang lacks", "sglang", setting(architectures=llama)),
         Fault("num_key_value_heads of another head", "sglang", setting(num_key_value_heads=1)),
-        Fault("a verifier of another architecture", "vllm", another_verifier),
-        Fault("a weight changed after the export", "sglang", in_folder=weight_changed_later),
-        Fault("the config changed after the export", "vllm", in_folder=config_changed_later),
         Fault(
-            "other weights in shards beside the one file",
-            "sglang",
-            in_folder=lambda folder: in_shards_too(folder, noise),
+            "a verifier of another architecture",
+            "vllm",
+            lambda head: head.settings["speculators_config"]["verifier"].update(other),
         ),
-        Fault(
-            "other weights in pytorch_model.bin",
-            "sglang",
-            in_folder=lambda folder: pickled_too(folder, noise),
+        *(
+            Fault(name, "sglang", in_folder=partial(work, **with_what))
+            for name, work, with_what in (
+                ("a weight changed after the export", changed_later, {"name": SINGLE}),
+                ("the config changed after the export", changed_later, {"name": CONFIG_JSON}),
+                ("other weights in shards beside the one file", in_shards_too, {"change": noise}),
+                ("other weights in pytorch_model.bin", pickled_too, {"change": noise}),
+            )
         ),
     ]
 
@@ -377,65 +340,44 @@ def sound_heads(
     yield "an export with its manifest", as_exported(bench.written(config, tensors, "vllm")), ()
     yield "in shards and in one file", in_shards_too(bench.written(config, tensors, "sglang")), ()
     yield "pickled and not", pickled_too(bench.written(config, tensors, "sglang")), ()
-    eagle = Head(bench.written(config, tensors, "sglang"), config)
-    eagle.settings |= {"architectures": ["LlamaForCausalLM"]}
-    for key in (
-        "target_lm_head_sha256",
-        "eagle_config",
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "rope_theta",
-    ):
-        eagle.settings.pop(key, None)
+
+    def theirs(form: Form = "sglang", *away: str, **changes: Any) -> Head:
+        head = Head(bench.written(config, tensors, form), config)
+        left = head.settings.keys() - {"target_lm_head_sha256", *away}
+        head.settings = {key: head.settings[key] for key in left} | changes
+        return head
+
+    only = ("LlamaForCausalLMEagle3 only",)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")
+    own = {"architectures": ["LlamaForCausalLM"]}
+    eagle = theirs("sglang", "eagle_config", "rope_theta", *flags, **own)
     eagle.save()
     torch.save(eagle.tensors, eagle.folder / "pytorch_model.bin")
     (eagle.folder / "model.safetensors").unlink()
-    yield "EAGLE repository, pickled", eagle.folder, ("LlamaForCausalLMEagle3 only",)
-    specforge = Head(bench.written(config, tensors, "sglang"), config)
-    specforge.settings.pop("target_lm_head_sha256")
-    specforge.settings |= {"max_position_embeddings": 512, "norm_output": False}
+    yield "EAGLE repository, pickled", eagle.folder, only
+    specforge = theirs(max_position_embeddings=512, norm_output=False)
     yield "SpecForge, stock config", specforge.save(), ("max_position_embeddings is 512",)
-    angelslim = Head(bench.written(config, tensors, "sglang"), config)
-    angelslim.settings.pop("target_lm_head_sha256")
-    angelslim.settings.pop("eagle_config")
-    angelslim.settings |= {
-        "architectures": ["Eagle3LlamaForCausalLM"],
-        IDS: [tap + 1 for tap in config.taps],
-    }
-    yield "vLLM, AngelSlim", angelslim.save(), ("LlamaForCausalLMEagle3 only",)
-    nemo = Head(bench.written(config, tensors, "sglang"), config)
+    own = {"architectures": ["Eagle3LlamaForCausalLM"], IDS: [tap + 1 for tap in config.taps]}
+    yield "vLLM, AngelSlim", theirs("sglang", "eagle_config", **own).save(), only
+    own = {"architectures": ["LlamaEagle3DraftModel"], "model_type": "qwen3"}
+    nemo = theirs(**own, tie_word_embeddings=False)
     nemo.is_speculators = True
-    nemo.settings.pop("target_lm_head_sha256")
-    nemo.settings |= {
-        "architectures": ["LlamaEagle3DraftModel"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-    }
     nemo.tensors[EMBED_TOKENS] = bench.vocabulary.embed_tokens.to(torch.bfloat16)
-    yield "NeMo, with embeddings", nemo.save(), ("LlamaForCausalLMEagle3 only",)
-    modelopt = Head(bench.written(config, tensors, "sglang"), config)
+    yield "NeMo, with embeddings", nemo.save(), only
+    modelopt = theirs()
     modelopt.is_speculators = True
-    modelopt.settings.pop("target_lm_head_sha256")
     yield "ModelOpt's names", modelopt.save(), ()
-    speculators = Head(bench.written(config, tensors, "vllm"), config)
-    for key in ("target_lm_head_sha256", "target_embed_tokens_sha256"):
-        speculators.settings.pop(key)
-    yield "speculators", speculators.save(), ()
+    yield "speculators", theirs("vllm", "target_embed_tokens_sha256").save(), ()
 
 
 def lost_flags(config: HeadConfig) -> Iterator[Fault]:
     """For a head that was trained with flags: each of them lost, with its norms."""
-    norms = {
-        "norm_before_fc": ("input_norm.weight",),
-        "fc_norm": tuple(f"fc_norm.{stream}.weight" for stream in range(3)),
-    }
-    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+    for flag, norms in FLAGS.items():
         if getattr(config, flag):
 
-            def plant(head: Head, flag: str = flag) -> None:
+            def plant(head: Head, flag: str = flag, norms: tuple[str, ...] = norms) -> None:
                 head.settings[flag] = False
-                for name in norms.get(flag, ()):
+                for name in norms:
                     del head.tensors[name]
 
             yield Fault(f"{flag} lost", "vllm", plant)
@@ -458,35 +400,16 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
                 fault.plant(head)
                 fault.in_folder(head.save())
                 linted, replayed = bench.checked(head.folder)
-                found = [*linted, *replayed]
-                by = (
-                    " + ".join(
-                        name for name, them in (("lint", linted), ("replay", replayed)) if them
-                    )
-                    or "nothing"
-                )
-                rows.append(
-                    {
-                        "fault": fault.name,
-                        "form": fault.form,
-                        "exit_code": exit_code(found),
-                        "by": by,
-                    }
-                )
-                said = next(
-                    (finding.what for finding in sorted(found, key=lambda finding: finding.level)),
-                    "",
-                )
-                print(
-                    f"{fault.name:50} {fault.form:7} {exit_code(found)} {by:14} {said[:110]}",
-                    flush=True,
-                )
+                found, which = [*linted, *replayed], (("lint", linted), ("replay", replayed))
+                by = " + ".join(name for name, them in which if them) or "nothing"
+                code, named_so = exit_code(found), {"fault": fault.name, "form": fault.form}
+                rows.append({**named_so, "exit_code": code, "by": by})
+                said = next((one.what for one in sorted(found, key=lambda one: one.level)), "")
+                print(f"{fault.name:50} {fault.form:7} {code} {by:14} {said[:110]}", flush=True)
         given = [("/".join(folder.parts[-2:]), folder, ()) for folder in heads]
         for name, folder, allowed in [*sound_heads(bench, config, tensors), *given]:
             found = [finding for part in bench.checked(folder) for finding in part]
-            reported = [
-                one.what for one in found if not any(words in one.what for words in allowed)
-            ]
+            reported = [one.what for one in found if not any(of in one.what for of in allowed)]
             sound.append({"head": name, "reported": reported})
             print(f"sound: {name:43} {reported or 'nothing reported'}", flush=True)
     return {
@@ -534,7 +457,6 @@ def of_config(**changes: Any) -> Callable[..., tuple[HeadConfig, Tensors]]:
 
 
 def as_packaged(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """Nothing changed."""
     return config, tensors
 
 
@@ -631,15 +553,8 @@ def run_why(target: str, only: str, num_conversations: int) -> dict[str, Any]:
             tau, found, said = asked(bench, folder)
             is_broken = bool(one.right) and tau < (1 - LEAST_COST) * tau_sound
             is_right = one.right in found if one.right else not found
-            rows.append(
-                {
-                    "fault": one.name,
-                    "tau": round(tau, 3),
-                    "named": found,
-                    "is_right": is_right,
-                    "is_broken": is_broken,
-                }
-            )
+            row = {"fault": one.name, "tau": round(tau, 3), "named": found}
+            rows.append({**row, "is_right": is_right, "is_broken": is_broken})
             mark = "right" if is_right else "wrong" if is_broken or not one.right else "harmless"
             print(f"{one.name:45} tau {tau:.2f} {mark:8} {found} {said}", flush=True)
     sound = [row for row in rows if row["fault"].startswith(SOUND)]
@@ -662,18 +577,12 @@ def run_why(target: str, only: str, num_conversations: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse options, run, end with one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer conversations")
-    parser.add_argument(
-        "--head",
-        type=Path,
-        action="append",
-        default=[],
-        help="another sound head of the packaged target",
-    )
+    one_more = {"type": Path, "action": "append", "default": list[Path]()}
+    parser.add_argument("--head", **one_more, help="another sound head of the packaged target")
     parser.add_argument("--why", action="store_true", help="ask why, of other faults")
     parser.add_argument("--target", choices=(BUILTIN, SMOLLM2), default=BUILTIN, help="of --why")
     parser.add_argument("--only", default="", help="of --why: faults whose names match this")

@@ -122,14 +122,12 @@ class Servers:
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
 
 
 def wait_until_it_listens(port: int) -> None:
-    """Models take a while to load."""
     for _ in range(1200):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
@@ -140,7 +138,6 @@ def wait_until_it_listens(port: int) -> None:
 def start(
     args: argparse.Namespace, prompts: str, output: Path, urls: list[str], **more: str
 ) -> subprocess.Popen[bytes]:
-    """`eyas generate` as people run it."""
     sets: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "max_batch": MAX_BATCH,
@@ -166,7 +163,6 @@ def start(
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end, which is to be a good one."""
     _, told = process.communicate()
     if process.returncode:
         sys.exit(
@@ -188,7 +184,6 @@ def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) ->
 
 
 def num_kept(folder: Path) -> int:
-    """Turns on disk, in finished parts and journals."""
     num, whole = 0, {path.stem[-5:] for path in folder.glob("answers-*.jsonl")}
     for path in [*folder.glob("answers-*.jsonl"), *(folder / "work").glob("*/*.json")]:
         mark = b"\n" if path.parent == folder else b'"answer": {'
@@ -208,7 +203,6 @@ def digest(folder: Path) -> str:
 
 
 def wrong_with(whole: Path, killed: Path, kept: list[int]) -> Iterator[str]:
-    """What should not be."""
     rows = [
         {(row.prompt_id, row.turn): row for row in read_answers(Artifact(str(folder)))}
         for folder in (whole, killed)
@@ -229,7 +223,6 @@ def wrong_with(whole: Path, killed: Path, kept: list[int]) -> Iterator[str]:
 
 
 def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict[str, Any]:
-    """Both runs and what there is to say of them."""
     urls, rng = servers.urls if servers else [], random.Random(args.seed)
     prompts = Artifact(f"{folder}/prompts")
     write_prompts(prompts, args.rows, args.seed)
@@ -317,7 +310,6 @@ async def serve_ready(port: int, answers: list[list[int]]) -> None:
 
 
 def run_ready_server(port: int, answers: list[list[int]]) -> None:
-    """For a process of its own."""
     asyncio.run(serve_ready(port, answers))
 
 
@@ -333,13 +325,11 @@ def ready_answers(chat: Chat) -> list[list[int]]:
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of the processor that a process has had."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def writes_answers(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`eyas generate` against a server that has everything ready."""
     prompts, port, target = Artifact(f"{folder}/prompts"), free_port(), resolve_target(args.target)
     write_prompts(prompts, args.rows, args.seed)
     ready = ready_answers(Chat(target))
@@ -371,7 +361,6 @@ def writes_answers(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def ready_samples(args: argparse.Namespace) -> tuple[FeatureMeta, list[Sample]]:
-    """Real features of real text."""
     folder = resolve_target(args.target)
     decoder, chat = OwnDecoder.load(folder, "bfloat16"), Chat(folder)
     shape, samples = decoder.shape, []
@@ -454,18 +443,13 @@ def writes_features(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def run_writer(args: argparse.Namespace, folder: Path) -> None:
-    """Both, as lines and one JSON."""
-    measured = {
-        "features": writes_features(args, folder),
-        "answers": writes_answers(args, folder),
-    }
+    measured = {"features": writes_features(args, folder), "answers": writes_answers(args, folder)}
     for name, figures in measured.items():
         print(name, *figures.items(), sep="\n    ")
     print(json.dumps({"machine": this_machine(), "target": args.target, **measured}))
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
     parser.add_argument("--rows", type=int, default=20_000)

@@ -155,7 +155,6 @@ def user_turns() -> list[str]:
 
 
 def feature_arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
-    """Options of the benchmarks on features."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -120,6 +120,11 @@ def long_prompts(
     return [(TEXT, json.dumps({**body, "prompt": one}).encode()) for one in asked]
 
 
+def most(tokens: int) -> tuple[bytes, bytes]:
+    """For bytes.replace: so many tokens for 2."""
+    return b'"max_tokens":2', b'"max_tokens":%d' % tokens
+
+
 def bodies() -> dict[str, tuple[str, bytes]]:
     """The worst of every kind, with its path."""
     user = b'{"role":"user","content":"x"}'
@@ -129,6 +134,13 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     fields = b",".join(b'"p%d":{"enum":[%d,null]}' % (at, at) for at in range(30))
     part = b'{"type":"text","text":""}'
     call = b'{"id":"","function":{"name":"","arguments":"{}"}}'
+    in_parts = b'{"role":"user","content":[%s]}'
+    in_calls = b'{"role":"assistant","tool_calls":[%s]}'
+    numbered, logprobs = b'"x%d":1'.__mod__, b',"logprobs":true,"top_logprobs":20}'
+    patterns = [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(30)]
+    ways = 'root ::= s\ns ::= s s | s s s | "a" | "b" | " " | ""'
+    taken = ("role", "messages", "bos_token", "loop")
+    properties, required = {f"p{n}": {} for n in range(1500)}, [f"k{n}" for n in range(6000)]
     few = 16_000  # bytes of units that pass the bounds of keys
     made = {
         "empty_messages": messages(b"{}"),
@@ -136,26 +148,16 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "messages": messages(user),
         "messages_within_bounds": messages(user, 150_000),
         "numbers_for_messages": messages(b"1", 500_000),
-        "parts": messages(
-            b'{"role":"user","content":[' + b",".join([part] * 5000) + b"]}", 140_000
-        ),
-        "bad_parts": messages(
-            b'{"role":"user","content":[' + b",".join([b"{}"] * 16000) + b"]}", 60_000
-        ),
-        "calls": messages(
-            b'{"role":"assistant","tool_calls":[' + b",".join([call] * 3000) + b"]}", 160_000
-        ),
+        "parts": messages(in_parts % b",".join([part] * 5000), 140_000),
+        "bad_parts": messages(in_parts % b",".join([b"{}"] * 16000), 60_000),
+        "calls": messages(in_calls % b",".join([call] * 3000), 160_000),
         "biases": field_of(b"logit_bias", lambda at: b'"%d":1' % at),
-        "wrong_biases": filled(
-            HEAD + ASKED + b',"logit_bias":{', lambda at: b'"x%d":1' % at, b"}}", few * 8
-        ),
-        "unknown_fields": filled(HEAD + ASKED + b",", lambda at: b'"x%d":1' % at, b"}", few * 8),
+        "wrong_biases": filled(HEAD + ASKED + b',"logit_bias":{', numbered, b"}}", few * 8),
+        "unknown_fields": filled(HEAD + ASKED + b",", numbered, b"}", few * 8),
         "metadata": field_of(b"metadata", lambda at: b'"%d":{}' % at),
         "lists": field_of(b"metadata", lambda _: b"[]", b"[]"),
         "nested": HEAD + ASKED + b',"metadata":' + b"[" * 16_000 + b"]" * 16_000 + b"}",
-        "enum": field_of(b"guided_json", lambda at: b"%d" % at, b"[]").replace(
-            b":[", b':{"enum":[', 1
-        ),
+        "enum": field_of(b"guided_json", b"%d".__mod__, b"[]").replace(b":[", b':{"enum":[', 1),
         "choices": field_of(b"guided_choice", lambda _: b'"x"', b"[]"),
         "stops": field_of(b"stop", lambda _: b'"x"', b"[]"),
         "long_stops": guided("stop", ["a" * 1023 + chr(98 + at) for at in range(16)]),
@@ -177,17 +179,10 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "broken": filled(HEAD + b'"messages":[', lambda _: user, b""),
         "too_large": b" " * (8 << 20),
         "samples": guided("n", 128),
-        "samples_with_logprobs": HEAD.replace(b's":2', b's":60')
-        + ASKED
-        + b',"n":64,"logprobs":true,"top_logprobs":20}',
-        "samples_with_long_logprobs": HEAD.replace(b's":2', b's":900')
-        + ASKED
-        + b',"n":128,"logprobs":true,"top_logprobs":20}',
+        "samples_with_logprobs": guided("n", 64).replace(*most(60))[:-1] + logprobs,
+        "samples_with_long_logprobs": guided("n", 128).replace(*most(900))[:-1] + logprobs,
         "options": filled(
-            HEAD + ASKED + b',"chat_template_kwargs":{',
-            lambda at: b'"x%d":true' % at,
-            b"}}",
-            16_000,
+            HEAD + ASKED + b',"chat_template_kwargs":{', b'"x%d":true'.__mod__, b"}}", few
         ),
         "marks": content("a\u0301".encode())[:200_000] + b'"}]}',
         "control_names_within_characters": content(b"<|im_end|>")[:60_000] + b'"}]}',
@@ -195,57 +190,34 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "regex_memory": guided("guided_regex", "((a{101}){100}){97}c"),
         "regex_later": guided("guided_regex", "(x|y|z)*((a{101}){100}){97}c"),
         "regex_optional": guided("guided_regex", "a?" * 5000 + "a" * 5000),
-        "patterns": guided(
-            "guided_json",
-            {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(30)]},
-        ),
-        "references": guided(
-            "guided_json", definitions(lambda one: {"items": {"$ref": one}}, 1400)
-        ),
-        "mutual_references": guided("guided_json", mutual_references()).replace(
-            b'"max_tokens":2', b'"max_tokens":100'
-        ),
+        "patterns": guided("guided_json", {"type": "string", "allOf": patterns}),
+        "references": guided("guided_json", definitions(lambda to: {"items": {"$ref": to}}, 1400)),
+        "mutual_references": guided("guided_json", mutual_references()).replace(*most(100)),
         "rules": guided("grammar", f'root ::= r0\n{rules}r2000 ::= "b"'),
-        "ways_to_read": guided(
-            "grammar", 'root ::= s\ns ::= s s | s s s | "a" | "b" | " " | ""'
-        ).replace(b'"max_tokens":2', b'"max_tokens":300'),
+        "ways_to_read": guided("grammar", ways).replace(*most(300)),
         "many_tools_in_a_schema": filled(
             HEAD + ASKED + b',"response_format":{"type":"json_object"},"tools":[',
             lambda at: tool % (at, fields),
             b"]}",
             100_000,
         ),
-        "options_of_the_template": guided(
-            "chat_template_kwargs", dict.fromkeys(("role", "messages", "bos_token", "loop"), True)
-        ),
-        "half_a_character": HEAD
-        + b'"messages":[%s,{"role":"assistant","tool_calls":[%s]}]}' % (user, half),
+        "options_of_the_template": guided("chat_template_kwargs", dict.fromkeys(taken, True)),
+        "half_a_character": HEAD + b'"messages":[%s,%s]}' % (user, in_calls % half),
         "reference_to_itself": guided("guided_json", {"$ref": "#"}),
-        "properties": guided(
-            "guided_json", {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}
-        ),
-        "required": guided(
-            "guided_json", {"type": "object", "required": [f"k{n}" for n in range(6000)]}
-        ),
+        "properties": guided("guided_json", {"type": "object", "properties": properties}),
+        "required": guided("guided_json", {"type": "object", "required": required}),
     }
     chats = {name: (CHAT, body) for name, body in made.items()}
-    ids = HEAD + b'"prompt":['
+    ids, many = HEAD + b'"prompt":[', b",".join([b'"x"'] * 1024)
+    few_ids = filled(ids, lambda _: b'"x"', b"]", 4 * 1000)
+    biases = b",".join(b'"%d":1' % at for at in range(1000))
     return chats | {
         "token_ids": (TEXT, filled(ids, lambda _: b"1", b"]}", 500_000)),
         "wrong_token_ids": (TEXT, filled(ids, lambda _: b"-1", b"]}", 700_000)),
         "lists_of_ids": (TEXT, filled(ids, lambda _: b"[1]", b"]}", 60_000)),
-        "prompts_times_samples": (
-            TEXT,
-            HEAD + b'"n":128,"prompt":[' + b",".join([b'"x"'] * 1024) + b"]}",
-        ),
+        "prompts_times_samples": (TEXT, HEAD + b'"n":128,"prompt":[%s]}' % many),
         "prompts": (TEXT, filled(ids, lambda _: b'"x"', b"]}")),
-        "prompts_with_biases": (
-            TEXT,
-            filled(ids, lambda _: b'"x"', b"]", 4 * 1000)
-            + b',"logit_bias":{'
-            + b",".join(b'"%d":1' % at for at in range(1000))
-            + b"}}",
-        ),
+        "prompts_with_biases": (TEXT, few_ids + b',"logit_bias":{%s}}' % biases),
     }
 
 
@@ -258,7 +230,6 @@ class Watch:
         self._since: dict[str, float] = {}  # of waits that go on
 
     async def run(self) -> None:
-        """Until the other end of the pipe is closed; a message is answered by a report."""
         works = [asyncio.ensure_future(one) for one in (self._ask(), self._stream())]
         while True:
             await asyncio.sleep(0.01)
@@ -300,24 +271,19 @@ class Watch:
 
 
 def watch(url: str, reports: Connection) -> None:
-    """The process of a Watch."""
     asyncio.run(Watch(url, reports).run())
 
 
 class Attack:
-    """Sends the bodies to a server, and reads its memory and the watch's reports."""
-
     def __init__(self, url: str, pid: int, reports: Connection) -> None:
         self._url, self._pid, self._reports = url, pid, reports
         self.idle_mib = 0.0
 
     def reported(self) -> dict[str, float]:
-        """The longest waits since the last report."""
         self._reports.send(None)
         return {name: round(value, 1) for name, value in self._reports.recv().items()}
 
     async def send(self, asked: list[tuple[str, bytes]], at_once: int) -> Counter[str]:
-        """Statuses of all bodies."""
         statuses, left = Counter[str](), iter(asked)
 
         async def client(http: httpx.AsyncClient) -> None:
@@ -417,15 +383,13 @@ class Attack:
             "100 headers": partial(self.connect, *HEADERS, count=100),
         }
 
-    async def during(self, work: Callable[[], Awaitable[Counter[str]]]) -> Counter[str]:
-        """Begins while the watch's stream is under way."""
-        await asyncio.sleep(0.5)
+    async def _during(self, work: Callable[[], Awaitable[Counter[str]]]) -> Counter[str]:
+        await asyncio.sleep(0.5)  # the watch's stream is under way
         return await work()
 
     def measured(self, work: Callable[[], Awaitable[Counter[str]]]) -> dict[str, Any]:
-        """What the bodies did."""
         self.reported()
-        statuses = asyncio.run(self.during(work))
+        statuses = asyncio.run(self._during(work))
         return {
             "statuses": dict(statuses),
             **self.reported(),
@@ -458,13 +422,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    config = ServeConfig(
-        target=args.target,
-        head=args.head,
-        model="eyas",
-        port=0,
-        engine=EngineConfig(max_length=args.max_length),
-    )
+    engine = EngineConfig(max_length=args.max_length)
+    config = ServeConfig(target=args.target, head=args.head, model="eyas", port=0, engine=engine)
     made = bodies()
     kinds = list(made) if args.kinds is None else args.kinds
     process, url = started(config)

@@ -71,7 +71,6 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(tree: ast.Module, known: dict[str, Path]) -> set[str]:
-    """The modules of ours that a source imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -182,7 +181,6 @@ def room_bytes(root: Path) -> dict[str, int]:
 
 
 def hasattr_command(tree: ast.Module, name: str) -> bool:
-    """Is this module one of the command line's commands?"""
     return name.startswith("eyas.cli.") and any(
         isinstance(node, ast.FunctionDef) and node.name == "command" for node in tree.body
     )
@@ -262,7 +260,6 @@ def ask(url: str) -> None:
 
 
 def main() -> None:
-    """Print the counts, and one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to count")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Outputs under stress against plain decoding alone, token by token: are they the same?
 
     python benchmarks/identity.py [--quick] [--dtype float32|bfloat16|packed] [--prompts 500]
-    [--sampled] [--swap HEAD] [--minutes 0] [--max-tokens 64] [--data FILE.jsonl]
+    [--sampled] [--swap HEAD] [--max-tokens 64] [--data FILE.jsonl]
 
 Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
 (speculation fixed and auto), each with a quarter of the prompts, in batches of 4, 5, 8 and 12, with
@@ -11,10 +11,9 @@ prompts begin with each other; every tenth is asked for twice. Every other answe
 end token. Requests arrive in bursts, every sixth with one that is cancelled after some steps.
 
 With --sampled every request has random sampling parameters and a seed: the tokens must be the same
-too. With --swap the head and that one draft in turn, SWAP_STEPS steps each. With --minutes the
-whole is repeated with other arrivals until the time is over, and the memory of the process is
-measured (a soak). Where two outputs part, the gap of the best two logits says whether rounding can
-explain it. Exit code 1 if an output differs. The last line of stdout is one JSON.
+too. With --swap the head and that one draft in turn, SWAP_STEPS steps each. Where two outputs part,
+the gap of the best two logits says whether rounding can explain it. Exit code 1 if an output
+differs. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import held_out
 import numpy as np
@@ -88,10 +85,8 @@ def prompts(args: argparse.Namespace) -> list[Request]:
 
 def random_params(rng: random.Random, params: SamplingParams) -> SamplingParams:
     """These, with each option of sampling with some probability."""
-    options: dict[str, object] = {
-        "temperature": rng.choice([0.3, 0.8, 1.0, 1.4]),
-        "seed": rng.getrandbits(31),
-    }
+    options: dict[str, object] = {"temperature": rng.choice([0.3, 0.8, 1.0, 1.4])}
+    options["seed"] = rng.getrandbits(31)
     for share, name, value in (
         (0.3, "top_k", rng.choice([1, 5, 50])),
         (0.3, "top_p", rng.choice([0.3, 0.9, 0.99])),
@@ -111,11 +106,7 @@ def random_params(rng: random.Random, params: SamplingParams) -> SamplingParams:
 
 
 def stress(
-    engine: Engine,
-    requests: list[Request],
-    rng: random.Random,
-    into: Stressed,
-    drafts: list[Draft],
+    engine: Engine, requests: list[Request], rng: random.Random, into: Stressed, drafts: list[Draft]
 ) -> None:
     """All requests through one engine, in bursts, among others that are cancelled. drafts: those
     that take turns; the engine begins with the first.
@@ -170,20 +161,12 @@ def gap_at_parting(
     return place, best - second
 
 
-def resident_mib() -> float:
-    """Memory of this process; NaN where the system has no /proc."""
-    statm = Path("/proc/self/statm")
-    pages = int(statm.read_text().split()[1]) if statm.exists() else float("nan")
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def main() -> None:
     parser = held_out.arguments(__doc__, prompts=500)
     parser.set_defaults(max_tokens=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "packed"])
     parser.add_argument("--sampled", action="store_true", help="random sampling parameters")
     parser.add_argument("--swap", metavar="HEAD", help="drafts in turn with the first")
-    parser.add_argument("--minutes", type=float, default=0.0, help="repeat for so long")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, cancellations, sampling")
     args = parser.parse_args()
     if args.quick:
@@ -201,39 +184,33 @@ def main() -> None:
     plain = {result.request_id: result.token_ids for result in alone.run(requests, quiet)}
     plain_s = time.perf_counter() - started
     print(f"plain decoding alone: {len(plain)} prompts, {plain_s:.0f} s", flush=True)
-    total, rng, memory = Stressed({}), random.Random(args.seed), [resident_mib()]
+    total, rng = Stressed({}), random.Random(args.seed)
     longest = max(len(request.prompt_ids) for request in requests) + args.max_tokens
     pages = -(-(longest + 64) // PAGE_SIZE)  # for the longest with its trees
-    partings, passes = [], 0
-    while passes == 0 or time.perf_counter() - started - plain_s < 60 * args.minutes:
-        total.outputs, passes = {}, passes + 1
-        for number, one in enumerate(STRESSES):
-            sizes = {"max_length": MAX_LENGTH, "num_pages": pages, "prefill_chunk": 96}
-            engine = Engine(target, drafts[0], EngineConfig(**sizes, **one), tokenizer)
-            # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
-            own = [request for at, request in enumerate(requests) if at // 8 % 4 == number]
-            stress(engine, own, rng, total, drafts)
-            print(f"{one}: {len(own)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
-        memory.append(resident_mib())
-        for request in requests:
-            if plain[request.id] != total.outputs[request.id]:
-                both = plain[request.id], total.outputs[request.id]
-                place, gap = gap_at_parting(target, request, *both)
-                partings.append({"prompt": request.id, "token": place, "gap": gap})
-                print(f"prompt {request.id} parts at token {place}; gap of the logits {gap:.2e}")
+    for number, one in enumerate(STRESSES):
+        sizes = {"max_length": MAX_LENGTH, "num_pages": pages, "prefill_chunk": 96}
+        engine = Engine(target, drafts[0], EngineConfig(**sizes, **one), tokenizer)
+        # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
+        own = [request for at, request in enumerate(requests) if at // 8 % 4 == number]
+        stress(engine, own, rng, total, drafts)
+        print(f"{one}: {len(own)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
+    partings = []
+    for request in requests:
+        if plain[request.id] != total.outputs[request.id]:
+            both = plain[request.id], total.outputs[request.id]
+            place, gap = gap_at_parting(target, request, *both)
+            partings.append({"prompt": request.id, "token": place, "gap": gap})
+            print(f"prompt {request.id} parts at token {place}; gap of the logits {gap:.2e}")
     figures = {
         "prompts": len(requests),
-        "passes": passes,
         "tokens": sum(map(len, plain.values())),
-        "identical": len(requests) * passes - len(partings),
-        "of": len(requests) * passes,
+        "identical": len(requests) - len(partings),
         "partings": partings,
         "preemptions": total.preemptions,
         "cancelled": total.cancelled,
         "reused_share": round(total.reused_tokens / total.prompt_tokens, 3),
         "accepted_drafts": total.accepted,
         "swaps": total.swaps,
-        "rss_mib": [round(one) for one in (memory[0], memory[len(memory) // 2], memory[-1])],
         "dtype": args.dtype,
         "sampled": args.sampled,
         "seconds_plain": round(plain_s, 1),

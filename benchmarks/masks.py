@@ -57,7 +57,6 @@ def answers(folder: Path, count: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def measure(name: str, folder: str, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Every row of a tokenizer."""
     chat = Chat(folder, DAY, OPTIONS)
     outcome: Counter[str] = Counter(taken=0, wrong=0, refused=0)
     started, num_tokens = time.perf_counter(), 0
@@ -97,7 +96,6 @@ def on_record() -> dict[str, int]:
 
 
 def main() -> None:
-    """Run all and print one JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="300 rows")
     parser.add_argument("--data", type=Path, default=DATA, help="conversations and tokenizers/")

@@ -39,8 +39,6 @@ LAYOUTS = {"A. x": "{}. {}", "A) x": "{}) {}", "(A) x": "({}) {}", "1. x": "{}. 
 
 
 def options(layout: str) -> Callable[[Draw], str]:
-    """A question with four options, on lines or on one."""
-
     def make(draw: Draw) -> str:
         kind = draw.choice(sorted(TEXTS["lists"]))
         some = [one.replace("_", " ") for one in TEXTS["lists"][kind].split()]
@@ -124,7 +122,6 @@ def science(draw: Draw) -> str:
 
 
 def code(draw: Draw) -> str:
-    """A piece of code, alone."""
     text = draw.choice(TEXTS["code"]).replace("VAR", draw.choice(TEXTS["names"]))
     while "NUM" in text:
         text = text.replace(
@@ -134,7 +131,6 @@ def code(draw: Draw) -> str:
 
 
 def asked_code(draw: Draw) -> str:
-    """Code under or above a request."""
     return draw.choice(TEXTS["requests"]).replace("{}", code(draw))
 
 
@@ -168,7 +164,6 @@ def touching(
 
 
 def forms(count: int = ROWS) -> Iterator[tuple[str, list[str]]]:
-    """Each form with its texts."""
     for name, make in FORMS.items():
         draw = Draw(name)
         yield name, [make(draw) for _ in itertools.repeat(None, count)]

@@ -9,8 +9,6 @@ time, greedy, interleaved.
     plain           --target (SmolLM2) on 10 held-out prompts, past the answers' ends: tokens/s; a
                     target that is a GGUF file is read as it is too, by llama.cpp and by ours
                     (eyas packed)
-    head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round; llama.cpp's
-                    own drafts from text too (of those no tokens a round)
     prompts         --target, 8 prompts of 512 tokens, one request at a time: prompt tokens/s
     together        --target, 64 prompts of the plain section's kind, 32 at a time, prompts included
 
@@ -43,24 +41,22 @@ import held_out
 import torch
 
 from eyas import hub
-from eyas.export.engines import ENGINES, engine_of, layers_info
+from eyas.export.engines import engine_of, layers_info
 from eyas.gguf.checkpoint import whole_folder
 from eyas.gguf.folder import is_gguf
 from eyas.model.config import HeadConfig, read_config
 from eyas.model.dialects import Form
 from eyas.model.forms import Verifier
 from eyas.model.weights import read_arrays
-from eyas.operators.tensors import array_of, read_head, tensor_of, write_head
+from eyas.operators.tensors import array_of, tensor_of, write_head
 
 WORKERS = Path(__file__).parent / "peers"
 SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}
-SECTIONS = ("plain", "head", "prompts", "together")
+SECTIONS = ("plain", "prompts", "together")
 FEW_PROMPTS = 10
 LONG_PROMPTS, LONG_PROMPT = 8, 512
 MANY_PROMPTS, AT_A_TIME = 64, 32
 SETTLE_SECONDS = 0.3
-CHAIN = {"num_draft_steps": 4}
-TREE = {"num_draft_steps": 4, "tree_topk": 4, "num_verify_tokens": 16}
 PACKED = {"precision": "packed"}  # a GGUF file's own blocks
 OPENVINO = {"weights": "bf16", "inference_precision": "bf16"}
 
@@ -76,36 +72,18 @@ class Entry:
 
 def entries(section: str, files: bool) -> list[Entry]:
     """What a section compares. files: whether the target is a GGUF file."""
-    as_is = {"as_is": True}
-    packed = [Entry("eyas packed", "eyas", PACKED)] if files else []
+    many = {"max_batch": AT_A_TIME} if section == "together" else {}
+    packed = [Entry("eyas packed", "eyas", {**PACKED, **many})] if files else []
     if section == "together":
-        many = {"max_batch": AT_A_TIME}
-        packed = [Entry(one.name, one.peer, {**one.settings, **many}) for one in packed]
         return [Entry("eyas", "eyas", many), *packed, Entry("vLLM", "vllm", many)]
-    if section in ("plain", "prompts"):
-        return [
-            Entry("eyas", "eyas"),
-            Entry("llama.cpp", "llama_cpp"),
-            *packed,
-            *([Entry("llama.cpp, file as it is", "llama_cpp", as_is)] if files else []),
-            Entry("OpenVINO", "openvino", OPENVINO),
-            Entry("vLLM", "vllm"),
-            Entry("transformers, own compiled loop", "transformers"),
-        ]
     return [
-        Entry("eyas auto", "eyas", {"speculation": "auto"}),
-        Entry("eyas chain 4", "eyas", {"speculation": "fixed(4,1,5)"}),
-        Entry("eyas plain", "eyas"),
-        *([Entry("eyas packed auto", "eyas", {**PACKED, "speculation": "auto"})] if files else []),
-        Entry("llama.cpp chain 4", "llama_cpp", CHAIN),
-        Entry("llama.cpp plain", "llama_cpp"),
-        *(
-            Entry(f"llama.cpp {kind}, file as it is", "llama_cpp", {**as_is, "ngrams": kind})
-            for kind in (("none", "ngram-cache", "ngram-mod") if files else ())
-        ),
-        Entry("OpenVINO chain 4", "openvino", {**OPENVINO, **CHAIN}),
-        Entry("OpenVINO tree 4x4, 16", "openvino", {**OPENVINO, **TREE, "kv_cache": "u8"}),
-        Entry("vLLM chain 4", "vllm", CHAIN),
+        Entry("eyas", "eyas"),
+        Entry("llama.cpp", "llama_cpp"),
+        *packed,
+        *([Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True})] if files else []),
+        Entry("OpenVINO", "openvino", OPENVINO),
+        Entry("vLLM", "vllm"),
+        Entry("transformers, own compiled loop", "transformers"),
     ]
 
 
@@ -141,7 +119,6 @@ class Worker:
         self.log = log
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises WorkerError."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -191,25 +168,6 @@ def head_folders(
     return {**found, "layers_openvino": layers_info(config.taps)}
 
 
-def unread_flags(entry: Entry, head: str) -> list[str]:
-    """What the engine of an entry that drafts cannot read of a head."""
-    title = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO"}.get(entry.peer)
-    engine = next((one for one in ENGINES if one.title == title), None)
-    drafts = engine is not None and "num_draft_steps" in entry.settings
-    return engine.unread_flags(read_head(head)[0]) if engine and drafts else []
-
-
-def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
-    """The models of the command, and the file that the target was read from, if it is one."""
-    target = str(whole_folder(hub.resolve_target(args.target)))
-    file = hub.locate(args.target, "target")
-    return {
-        "target": target,
-        **({"gguf": file} if is_gguf(file) else {}),
-        **head_folders(*read_head(hub.resolve_head(args.head)), target, work, "given"),
-    }
-
-
 # The measurement
 
 
@@ -223,31 +181,19 @@ class Run:
 
     def python(self, peer: str) -> str | None:
         """The Python that runs a peer's worker, or None for a peer that is not here."""
-        given = {"openvino": self.args.python_openvino, "vllm": self.args.python_vllm}.get(
-            peer, sys.executable
-        )
-        if peer == "llama_cpp" and not self.args.llama_cpp:
-            return None
-        return given or None
+        if peer == "llama_cpp":
+            return sys.executable if self.args.llama_cpp else None
+        found: str | None = getattr(self.args, f"python_{peer}", sys.executable)
+        return found
 
     @contextmanager
-    def workers(
-        self, section: str, models: dict[str, str], precision: str
-    ) -> Iterator[dict[str, Worker]]:
+    def workers(self, section: str, models: dict[str, Any]) -> Iterator[dict[str, Worker]]:
         """The engines of a section that are here and wanted, loaded, by name; those that fail are
         noted as skipped.
         """
-        fixed = {
-            **models,
-            "threads": self.args.threads,
-            "work": str(self.work),
-            "llama_cpp": self.args.llama_cpp,
-        }
-        fixed |= {
-            "precision": precision,
-            "max_length": 1024,
-            "eos_token_id": end_token(models["target"]),
-        }
+        fixed = {**models, "work": str(self.work), "precision": "bfloat16", "max_length": 1024}
+        fixed |= {"threads": self.args.threads, "llama_cpp": self.args.llama_cpp}
+        fixed["eos_token_id"] = end_token(models["target"])
         with ExitStack() as stack:
             loaded = {}
             for number, entry in enumerate(entries(section, "gguf" in models)):
@@ -259,9 +205,6 @@ class Run:
                     self.skipped[f"{section}: {entry.name}"] = (
                         "not given" if python is None else "not asked for"
                     )
-                    continue
-                if flags := unread_flags(entry, models["head_eyas"]):
-                    self.skip(section, entry.name, f"does not read {', '.join(flags)} of the head")
                     continue
                 log = self.work / f"{section}-{number}-{entry.peer}.log"
                 worker = Worker(python, entry.peer, self.args.threads, log)
@@ -286,7 +229,7 @@ class Run:
         """
         samples: dict[str, list[list[dict[str, Any]]]] = {}
         how = "together" if section == "together" else "decode"
-        with self.workers(section, models, "bfloat16") as workers:
+        with self.workers(section, models) as workers:
             for number in range(self.args.samples + 1):
                 names = deque(workers)
                 names.rotate(-number)
@@ -326,77 +269,41 @@ def without(end: int, tokens: list[int]) -> list[int]:
     return tokens[:-1] if tokens and tokens[-1] == end else tokens
 
 
-def per_second(answers: list[dict[str, Any]], counted: str = "tokens") -> float:
-    """Tokens after the first, or rounds, per second of decoding."""
-    count: int = sum(
-        len(one["tokens"]) - 1 if counted == "tokens" else one["rounds"] for one in answers
-    )
+def per_second(answers: list[dict[str, Any]]) -> float:
+    """Tokens after the first per second of decoding."""
+    count = sum(len(one["tokens"]) - 1 for one in answers)
     seconds: float = sum(one["seconds"] for one in answers)
     return count / max(1e-9, seconds)
 
 
 def figures(samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    speeds = [per_second(answers) for answers in samples]
-    rounds = [per_second(answers, "rounds") for answers in samples]
-    return {
-        "tokens_per_second": round(statistics.median(speeds), 1),
-        "rounds_per_second": round(statistics.median(rounds), 1),
-        "tokens_per_round": round(
-            statistics.median(speed / one for speed, one in zip(speeds, rounds, strict=True)), 2
-        ),
-        "samples": [round(speed, 1) for speed in speeds],
-    }
+    speeds = [round(per_second(answers), 1) for answers in samples]
+    return {"tokens_per_second": round(statistics.median(speeds), 1), "samples": speeds}
 
 
 def table(section: str, found: dict[str, dict[str, Any]]) -> str:
-    """A section as lines of text, the fastest first."""
-    lines = [
-        f"\n{section:<45} {'tokens/s':>9} {'rounds/s':>9} {'tokens/round':>13}   samples (tokens/s)"
-    ]
+    lines = [f"\n{section:<45} {'tokens/s':>9}   samples"]
     for name, one in sorted(found.items(), key=lambda item: -item[1]["tokens_per_second"]):
-        numbers = (
-            f"{one['tokens_per_second']:>9} {one['rounds_per_second']:>9} "
-            f"{one['tokens_per_round']:>13}"
-        )
-        lines.append(f"{name:<45} {numbers}   {one['samples']}")
+        lines.append(f"{name:<45} {one['tokens_per_second']:>9}   {one['samples']}")
     return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
     parser = held_out.arguments(__doc__, prompts=30)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--llama-cpp",
-        default=os.environ.get("LLAMA_CPP"),
-        help="its cmake build folder (or $LLAMA_CPP)",
-    )
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--llama-cpp", help="its cmake build folder")
     for peer in ("openvino", "vllm"):
-        variable = f"PYTHON_{peer.upper()}"
-        parser.add_argument(
-            f"--python-{peer}",
-            default=os.environ.get(variable),
-            help=f"its Python (or ${variable})",
-        )
-    parser.add_argument("--sections", type=lambda text: text.split(","), default=list(SECTIONS))
-    parser.add_argument(
-        "--engines",
-        type=lambda text: text.split(","),
-        help="those whose names start so: eyas,OpenVINO",
-    )
+        parser.add_argument(f"--python-{peer}", help="its Python")
+    parser.add_argument("--sections", type=words, default=list(SECTIONS))
+    parser.add_argument("--engines", type=words, help="those whose names start so: eyas,OpenVINO")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--work",
-        type=Path,
-        help="folder for weights, conversions and logs, kept; default: a temporary one",
-    )
+    parser.add_argument("--work", type=Path, help="for weights, conversions and logs, kept")
     args = parser.parse_args()
     if args.quick:
-        args.samples, args.prompts, args.max_tokens = (
-            min(args.samples, 2),
-            min(args.prompts, 3),
-            min(args.max_tokens, 48),
-        )
+        args.samples, args.prompts = min(args.samples, 2), min(args.prompts, 3)
+        args.max_tokens = min(args.max_tokens, 48)
     unknown = set(args.sections) - set(SECTIONS)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
@@ -407,10 +314,8 @@ def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What every engine of a section decodes. Speed without a head does not depend on the answer:
     its end is ignored.
     """
-    prompts = [list(request.prompt_ids) for request in held_out.requests(args)]
-    answers = {"prompts": prompts, "max_tokens": args.max_tokens, "ignore_eos": False}
-    few = {**answers, "prompts": prompts[:FEW_PROMPTS]}
-    plain = {**few, "ignore_eos": True}
+    prompts = [list(request.prompt_ids) for request in held_out.requests(args)][:FEW_PROMPTS]
+    plain = {"prompts": prompts, "max_tokens": args.max_tokens, "ignore_eos": True}
     more = argparse.Namespace(**{**vars(args), "prompts": max(args.prompts, 2 * MANY_PROMPTS)})
     many = [list(request.prompt_ids) for request in held_out.requests(more)]
     joined = [token for prompt in many for token in prompt]
@@ -420,7 +325,6 @@ def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "prompts": {"prompts": long, "max_tokens": 2, "ignore_eos": True},
         "together": {**plain, "prompts": many[:MANY_PROMPTS]},
         "plain": plain,
-        "head": answers,
     }
 
 
@@ -431,7 +335,9 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         run = Run(args, work.resolve())
         work_items = asked(args)
-        given = given_models(args, run.work)
+        given = {"target": str(whole_folder(hub.resolve_target(args.target)))}
+        if is_gguf(file := hub.locate(args.target, "target")):
+            given["gguf"] = file
         results: dict[str, Any] = {}
         for section in args.sections:
             results[section] = run.measure(section, given, work_items[section])
@@ -439,14 +345,8 @@ def main() -> None:
     for name, reason in run.skipped.items():
         if reason != "not asked for":
             print(f"skipped {name}: {reason}")
-    settings = {
-        "samples": args.samples,
-        "prompts": len(work_items["head"]["prompts"]),
-        "threads": args.threads,
-    }
-    print(
-        json.dumps({**results, "skipped": run.skipped, **settings, "machine": held_out.machine()})
-    )
+    settings = {"samples": args.samples, "threads": args.threads, "machine": held_out.machine()}
+    print(json.dumps({**results, "skipped": run.skipped, **settings}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What is found of labelled personal data and of values in disguise, what becomes of ordinary
-prompts and of the names in them, and how fast.
+"""What is found of labelled personal data and of values in disguise, and what of texts without any
+is changed.
 
-    python benchmarks/privacy.py [--quick] [--write] [--labelled FILE] [--prompts FILE ...]
+    python benchmarks/privacy.py [--quick] [--write] [--labelled FILE]
 
 By type: recall over the labelled spans (found when all of its letters and digits lie in findings,
 of whatever type: it is gone from the text) and precision over the findings (right when one overlaps
@@ -21,11 +21,7 @@ Forms: how many rows without personal data the default policy changes (`natural.
 values that touch letters of other scripts are found, and precision and recall on natural prompts
 that were read.
 
-Ordinary prompts: how many rows each policy changes or drops, and for which types. Names, in the
-first set of prompts: of the rows in which one was replaced, those in which a word of it is left,
-and those in which one word became two. Speed: one
-process, texts of 1,000 characters made of the prompts, everything on. The last line of stdout is
-one JSON.
+The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -38,12 +34,11 @@ import json
 import random
 import re
 import sys
-import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import phonenumbers
 from stdnum import luhn
@@ -64,37 +59,20 @@ from recipes import entities
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LABELLED = DATA / "pii" / "presidio_synth_v2.json.gz"
-PROMPTS = [DATA / "gsm8k_train.jsonl.gz", DATA / "tldr.jsonl.gz"]
-POLICIES: tuple[Literal["mask", "surrogate", "drop"], ...] = ("mask", "surrogate", "drop")
-QUICK_TEXTS, QUICK_ROWS = 300, 1000
+QUICK_TEXTS = 300
 VALUES, QUICK_VALUES = 60, 20
-SPEED_CHARACTERS, SPEED_TEXTS = 1000, 300
 KEY = b"benchmark"
 # The set's names for our types.
-OURS = {
-    "GPE": "LOCATION",
-    "ZIP_CODE": "STREET_ADDRESS",
-    "DOMAIN_NAME": "URL",
-    "US_DRIVER_LICENSE": "NATIONAL_ID",
-}
+OURS = {"GPE": "LOCATION", "ZIP_CODE": "STREET_ADDRESS", "DOMAIN_NAME": "URL"}
+OURS["US_DRIVER_LICENSE"] = "NATIONAL_ID"
+PATTERNS = ("EMAIL_ADDRESS", "CREDIT_CARD", "IBAN_CODE", "PHONE_NUMBER", "US_SSN", "IP_ADDRESS")
 GROUPS = {
-    "by patterns": (
-        "EMAIL_ADDRESS",
-        "CREDIT_CARD",
-        "IBAN_CODE",
-        "PHONE_NUMBER",
-        "US_SSN",
-        "IP_ADDRESS",
-        "DOMAIN_NAME",
-    ),
+    "by patterns": (*PATTERNS, "DOMAIN_NAME"),
     "names": ("PERSON",),
     "addresses and places": ("STREET_ADDRESS", "GPE"),
 }
-GROUPS["all that we look for"] = (
-    *itertools.chain.from_iterable(GROUPS.values()),
-    "ZIP_CODE",
-    "US_DRIVER_LICENSE",
-)
+EVERY = itertools.chain.from_iterable(GROUPS.values())
+GROUPS["all that we look for"] = (*EVERY, "ZIP_CODE", "US_DRIVER_LICENSE")
 # either is right
 WITHIN = {
     "STREET_ADDRESS": ("LOCATION", "STREET_ADDRESS"),
@@ -102,11 +80,6 @@ WITHIN = {
 }
 
 Find = Callable[[str], list[Finding]]
-
-
-def ours() -> Find:
-    """All types, whatever the policy."""
-    return Detector(EVERY_TYPE).find
 
 
 def is_covered(text: str, start: int, end: int, findings: Iterable[Finding]) -> bool:
@@ -160,17 +133,11 @@ def judge(texts: list[dict[str, Any]], find: Find) -> dict[str, Any]:
 def share(num: int, of: int) -> dict[str, float]:
     """A share as counts, value and interval."""
     low, high = wilson(num, of)
-    return {
-        "num": num,
-        "of": of,
-        "share": round(num / of, 4) if of else 0.0,
-        "low": round(low, 4),
-        "high": round(high, 4),
-    }
+    value = round(num / of, 4) if of else 0.0
+    return {"num": num, "of": of, "share": value, "low": round(low, 4), "high": round(high, 4)}
 
 
 def show(name: str, judged: dict[str, Any]) -> None:
-    """The table of one way of finding."""
     print(
         f"\n{name}\n{'':24}{'recall':>8}{'95 %':>16}{'spans':>7}"
         f"{'precision':>12}{'95 %':>16}{'found':>7}"
@@ -182,63 +149,7 @@ def show(name: str, judged: dict[str, Any]) -> None:
 
 
 def column(one: dict[str, float]) -> str:
-    """A share with its interval and its base."""
     return f"{one['share']:8.3f}{one['low']:10.3f}-{one['high']:.3f}{one['of']:7}"
-
-
-def rows_of(path: Path, limit: int | None) -> Iterator[SourceRow]:
-    """The user turns of a set."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(itertools.islice(lines, limit)):
-            turns = tuple(
-                one["content"] for one in json.loads(line)["messages"] if one["role"] == "user"
-            )
-            yield SourceRow(path.name, "", f"{path.name}:{number}", None, turns)
-
-
-def ordinary(rows: list[SourceRow]) -> dict[str, Any]:
-    """What each policy makes of rows, with the default action of each type; all look for the same
-    types.
-    """
-    report: dict[str, Any] = {"rows": len(rows)}
-    detector = Detector(PrivacyConfig())
-    suspects = [row for row in rows if any(detector.find_all(row.turns))]
-    for policy in POLICIES:
-        changed, dropped, types = 0, 0, Counter[str]()
-        for result in PersonalData(PrivacyConfig(policy=policy), KEY).many(suspects):
-            found = result.found if isinstance(result, Drop) else result.masked
-            changed += not isinstance(result, Drop)
-            dropped += isinstance(result, Drop)
-            types.update({one.type for one in found})
-        report[policy] = {
-            "changed": changed,
-            "dropped": dropped,
-            "rows by type": dict(types.most_common()),
-        }
-    return report
-
-
-def speed(rows: Iterable[SourceRow]) -> dict[str, float]:
-    """The row filter on texts of SPEED_CHARACTERS characters, everything on."""
-    text = " ".join(turn for row in rows for turn in row.turns)
-    starts = range(
-        0, min(len(text), SPEED_CHARACTERS * SPEED_TEXTS) - SPEED_CHARACTERS + 1, SPEED_CHARACTERS
-    )
-    made = [
-        SourceRow("", "", "", None, (text[start : start + SPEED_CHARACTERS],)) for start in starts
-    ]
-    keep = PersonalData(PrivacyConfig(actions=dict.fromkeys(TYPES, "mask")), KEY)
-    for row in made[:10]:
-        keep(row)
-    started = time.perf_counter()
-    for row in made:
-        keep(row)
-    seconds = time.perf_counter() - started
-    return {
-        "texts": len(made),
-        "texts_per_s": round(len(made) / seconds, 1),
-        "ms_per_text": round(seconds / len(made) * 1e3, 3),
-    }
 
 
 Draw = random.Random
@@ -247,7 +158,6 @@ Disguise = Callable[[str], str]
 
 
 def card(draw: Draw) -> str:
-    """Groups between spaces, with a right check digit."""
     start, sizes = draw.choice(
         [("4", (4, 4, 4, 4)), ("51", (4, 4, 4, 4)), ("6011", (4, 4, 4, 4)), ("37", (4, 6, 5))]
     )
@@ -268,7 +178,6 @@ def account(draw: Draw) -> str:
 
 
 def social_security_number(draw: Draw) -> str:
-    """In three groups."""
     area = draw.choice([one for one in range(1, 900) if one != 666])
     return f"{area:03d}-{draw.randint(1, 99):02d}-{draw.randint(1, 9999):04d}"
 
@@ -289,20 +198,16 @@ def phone(draw: Draw) -> str:
 
 
 def word(draw: Draw, letters: str = "abcdefghijklmnoprstuvw") -> str:
-    """Five to eight letters."""
     return "".join(draw.choice(letters) for _ in range(draw.randint(5, 8)))
 
 
 def mail(draw: Draw) -> str:
-    """At a provider or a company."""
-    host = draw.choice(
-        ("gmail.com", "yahoo.com", "web.de", f"{word(draw)}.com", f"{word(draw)}.org")
-    )
+    company = f"{word(draw)}.com"
+    host = draw.choice(("gmail.com", "yahoo.com", "web.de", company, f"{word(draw)}.org"))
     return f"{word(draw)}{draw.choice(('', '.', '_'))}{word(draw)}@{host}"
 
 
 def ip_address(draw: Draw) -> str:
-    """A public one."""
     return ".".join(
         str(one) for one in (draw.choice((8, 52, 93, 185)), *draw.choices(range(1, 255), k=3))
     )
@@ -315,32 +220,23 @@ def cpf(draw: Draw) -> str:
 
 
 def password(draw: Draw) -> str:
-    """Letters and digits."""
     return f"{word(draw).title()}{draw.randint(10, 999)}{draw.choice(('', '!', '#x', '&'))}"
 
 
 def key(draw: Draw) -> str:
-    """In GitHub's layout."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
     return "ghp_" + "".join(draw.choice(letters) for _ in range(36))
 
 
 def birth_date(draw: Draw) -> str:
-    """In one of four forms."""
     year, month, day = draw.randint(1930, 2010), draw.randint(1, 12), draw.randint(1, 28)
     name = "January February March April May June July August September October November December"
-    return draw.choice(
-        (
-            f"{year}-{month:02d}-{day:02d}",
-            f"{day:02d}/{month:02d}/{year}",
-            f"{name.split()[month - 1]} {day}, {year}",
-            f"{day}.{month}.{year}",
-        )
-    )
+    iso, slashes = f"{year}-{month:02d}-{day:02d}", f"{day:02d}/{month:02d}/{year}"
+    in_words = f"{name.split()[month - 1]} {day}, {year}"
+    return draw.choice((iso, slashes, in_words, f"{day}.{month}.{year}"))
 
 
 def plate(draw: Draw) -> str:
-    """American, British or German."""
     some = lambda count: "".join(draw.choice("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(count))  # noqa: E731
     return draw.choice(
         (
@@ -352,17 +248,14 @@ def plate(draw: Draw) -> str:
 
 
 def mac_address(draw: Draw) -> str:
-    """Six bytes."""
     return ":".join(f"{draw.randrange(256):02x}" for _ in range(6)).replace("00", "a0", 1)
 
 
 def place(draw: Draw) -> str:
-    """Latitude and longitude."""
     return f"{draw.uniform(30, 60):.5f}, {draw.uniform(-120, 40):.5f}"
 
 
 def handle(draw: Draw) -> str:
-    """With @."""
     return f"@{word(draw)}_{draw.randint(1, 99)}"
 
 
@@ -406,7 +299,6 @@ def inside(sign: str) -> Disguise:
 
 
 def full_width(value: str) -> str:
-    """All that ASCII has."""
     return "".join(chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in value)
 
 
@@ -465,7 +357,6 @@ def read(text: str) -> str:
 
 
 def disguised(count: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Recall by type and disguise."""
     actions = {**dict.fromkeys(TYPES, "surrogate"), **dict.fromkeys(NAME_TYPES, "keep")}
     search = PersonalData(PrivacyConfig(actions=actions), KEY)
     report: dict[str, dict[str, dict[str, float]]] = {}
@@ -482,73 +373,6 @@ def disguised(count: int) -> dict[str, dict[str, dict[str, float]]]:
                 gone += value not in after and read(value) not in read(after)
             report.setdefault(name, {})[type] = share(gone, count)
     return report
-
-
-def names_in_rows(path: Path, limit: int | None) -> dict[str, int]:
-    """What becomes of names in rows: question and answer are the two turns of a conversation."""
-    search = PersonalData(PrivacyConfig(), KEY)
-    counts = dict.fromkeys(("rows", "masked", "dropped", "survives", "two_people"), 0)
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in itertools.islice(lines, limit):
-            turns = tuple(one["content"] for one in json.loads(line)["messages"])
-            made = search(SourceRow("", "", "", None, turns))
-            counts["rows"] += 1
-            if isinstance(made, Drop):
-                counts["dropped"] += 1
-                continue
-            pairs = replaced_names(turns, made)
-            if not pairs:
-                continue
-            counts["masked"] += 1
-            left = surviving({one for one, _ in pairs}, "\n".join(made.turns))
-            counts["survives"] += bool(left)
-            words: dict[str, set[str]] = {}
-            for before, after in pairs:
-                olds, news = name_words(before), name_words(after)
-                if len(olds) == len(news):
-                    for old, new in zip(olds, news, strict=True):
-                        words.setdefault(old.casefold(), set()).add(new.casefold())
-            counts["two_people"] += any(len(new) > 1 for new in words.values())
-    return counts
-
-
-def name_words(name: str) -> list[str]:
-    """Words of three letters or more."""
-    return re.findall(r"[^\W\d_]{3,}", name)
-
-
-def replaced_names(turns: tuple[str, ...], made: SourceRow) -> list[tuple[str, str]]:
-    """Each name that was replaced, and by what."""
-    pairs = []
-    for number, (before, after) in enumerate(zip(turns, made.turns, strict=True)):
-        found = [one for one in made.masked if one.turn == number]
-        ends = [0, *(one.end for one in found)]
-        starts = [*(one.start for one in found), len(before)]
-        kept = [before[end:start] for end, start in zip(ends, starts, strict=True)]
-        match = re.fullmatch("(.*?)".join(map(re.escape, kept)), after, re.S)
-        if match is None:
-            continue
-        pairs += [
-            (before[one.start : one.end], new)
-            for one, new in zip(found, match.groups(), strict=True)
-            if one.type == "PERSON"
-        ]
-    return pairs
-
-
-def surviving(names: set[str], text: str) -> set[str]:
-    """The words of names that are still in a text with a capital, alone or with an ending."""
-    words = {
-        one
-        for name in names
-        for one in name_words(name)
-        if one[0].isupper() and one.lower() not in ("mrs", "miss", "and", "the")
-    }
-    return {
-        one
-        for one in words
-        if re.search(rf"(?<![^\W_])(?:{one}|{one.upper()})(?:s|es)?(?![^\W_])", text)
-    }
 
 
 def names_by_language(most: int | None) -> dict[str, dict[str, dict[str, float]]]:
@@ -627,7 +451,6 @@ def harmed(texts: list[str]) -> dict[str, Any]:
 
 
 def show_natural(title: str, judged: dict[str, Any]) -> None:
-    """The natural prompts of one half."""
     print(f"\nnatural prompts, {title}\n{'':16}   found  right      private  of them found")
     for type, one in judged["types"].items():
         print(
@@ -660,72 +483,46 @@ def touching_recall(count: int) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def main() -> None:
-    """Read the arguments, measure, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a part of the texts and rows")
     parser.add_argument("--write", action="store_true", help=f"into {MEASURED.name}")
     parser.add_argument("--labelled", type=Path, default=LABELLED, help="presidio_synth_v2.json.gz")
-    parser.add_argument(
-        "--prompts", type=Path, nargs="+", default=PROMPTS, help="gzip JSON lines with `messages`"
-    )
     args = parser.parse_args()
-    for path in (args.labelled, *args.prompts):
-        if not path.exists():
-            sys.exit(
-                f"error: no file at {path}\n  -> give the labelled texts with --labelled and "
-                "prompts with --prompts"
-            )
-    texts = json.loads(gzip.decompress(args.labelled.read_bytes()))[
-        : QUICK_TEXTS if args.quick else None
-    ]
+    if not args.labelled.exists():
+        sys.exit(f"error: no file at {args.labelled}\n  -> give it with --labelled")
+    most, count = (QUICK_TEXTS, QUICK_VALUES) if args.quick else (None, VALUES)
+    texts = json.loads(gzip.decompress(args.labelled.read_bytes()))[:most]
     result: dict[str, Any] = {"texts": len(texts), "quick": args.quick}
-    result["eyas"] = judge(texts, ours())
+    result["eyas"] = judge(texts, Detector(EVERY_TYPE).find)  # whatever the policy
     show(f"eyas, {len(texts)} texts", result["eyas"])
-    result["languages"] = names_by_language(QUICK_TEXTS if args.quick else None)
+    result["languages"] = names_by_language(most)
     for name, one in result["languages"].items():
         print(f"{name:16} recall{column(one['recall'])}   precision{column(one['precision'])}")
-    result["introduced"] = introduced(QUICK_VALUES if args.quick else VALUES)
+    result["introduced"] = introduced(count)
     for locale, one in result["introduced"].items():
         print(f"introduced, {locale:8}{column(one)}")
     if args.write:
         table = json.dumps(written_recall(texts), indent=1)
         MEASURED.write_text(f"{table}\n", encoding="utf-8")
-    found = result["disguises"] = disguised(QUICK_VALUES if args.quick else VALUES)
+    found = result["disguises"] = disguised(count)
     types = [type for type in MADE if any(type in of for of in found.values())]
     print("\n| disguise | " + " | ".join(types) + " |\n|---" + "|---" * len(types) + "|")
     for name, of in found.items():
         cells = (f"{of[type]['share']:.2f}" if type in of else "" for type in types)
         print(f"| {name} | " + " | ".join(cells) + " |")
-    count = QUICK_VALUES if args.quick else natural.ROWS
-    result["harmless"] = {name: harmed(some) for name, some in natural.forms(count)}
+    forms = natural.forms(count if args.quick else natural.ROWS)
+    result["harmless"] = {name: harmed(some) for name, some in forms}
     for name, one in result["harmless"].items():
         print(f"{name:26}{one['share']:.3f} changed of {one['of']}: {one['types'] or 'none'}")
-    result["touching"] = touching_recall(QUICK_VALUES if args.quick else VALUES)
+    result["touching"] = touching_recall(count)
     print(f"found of values that touch letters: {result['touching']}")
     read_rows = natural.labelled(DATA)
     for is_tuned, title in ((True, "the half that is trained on"), (False, "the other half")):
         half = [one for one in read_rows if one.is_tuned == is_tuned]
         result[title] = natural.judge(half, Detector(PrivacyConfig()).find)
         show_natural(title, result[title])
-    result["ordinary"] = {}
-    pool = []
-    for path in args.prompts:
-        rows = list(rows_of(path, QUICK_ROWS if args.quick else None))
-        report = result["ordinary"][path.name] = ordinary(rows)
-        print(f"\n{path.name}: {len(rows)} rows")
-        for policy in POLICIES:
-            did = report[policy]
-            print(
-                f"  {policy:10} changed {did['changed']}, dropped {did['dropped']}; rows by type "
-                f"{did['rows by type']}"
-            )
-        pool += rows[:QUICK_ROWS]
-    result["names"] = names_in_rows(args.prompts[0], QUICK_ROWS if args.quick else None)
-    print(f"\nnames in {args.prompts[0].name}: {result['names']}")
-    result["speed"] = speed(pool)
-    print(f"\n{SPEED_CHARACTERS} characters, one process: {result['speed']}")
     print(json.dumps(result))
 
 

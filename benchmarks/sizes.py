@@ -82,11 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for the files, kept")
     parser.add_argument("--data", type=Path, default=held_out.DATA)
     args = parser.parse_args()
-    for given, known in (
-        (args.shapes, SHAPES),
-        (args.formats, FORMATS),
-        (args.sections, SECTIONS),
-    ):
+    for given, known in ((args.shapes, SHAPES), (args.formats, FORMATS), (args.sections, SECTIONS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
     args.decoded = 16 if args.quick else DECODED

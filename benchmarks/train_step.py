@@ -22,13 +22,7 @@ from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
 from eyas.train.start import initialise
 from eyas.train.state import TrainingState
-from eyas.train.step import (
-    LossModule,
-    optimizers_of,
-    quickest,
-    rows_of,
-    training_step,
-)
+from eyas.train.step import LossModule, optimizers_of, quickest, rows_of, training_step
 
 TURN = 128  # tokens of an answer
 LEARNING_RATE, MOST_STEPS = 1e-4, 10_000

@@ -47,13 +47,16 @@ GEMMA_4 = {
     "layer_types": GEMMA_LAYERS,
 }
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
 DELTA_NET = {  # of the linear layers, three of four
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+DELTA_MOE = {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48}
 LATENT = {  # attention by a compressed state (MLA)
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -128,10 +131,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         text="llama",
     ),
     "smolvlm": Architecture(
-        "SmolVLM, Idefics3",
-        "SmolVLMConfig",
-        {"vision_config": VISION},
-        text="llama",
+        "SmolVLM, Idefics3", "SmolVLMConfig", {"vision_config": VISION}, text="llama"
     ),
     "llama4": Architecture(
         "Llama 4 (text)",
@@ -163,8 +163,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_parameters": {
                 **YARN,
                 "rope_theta": 1e6,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
@@ -181,18 +179,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2, Qwen2.5", "Qwen2Config"),
     "qwen3": Architecture("Qwen3", "Qwen3Config"),
     "qwen3_moe": Architecture("Qwen3 MoE (30B-A3B)", "Qwen3MoeConfig", EXPERTS),
-    "qwen3_next": Architecture(
-        "Qwen3-Next",
-        "Qwen3NextConfig",
-        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48},
-        own=False,
-    ),
+    "qwen3_next": Architecture("Qwen3-Next", "Qwen3NextConfig", DELTA_MOE, own=False),
     "qwen3_5": Architecture("Qwen3.5 and 3.6 (text)", "Qwen3_5TextConfig", DELTA_NET, own=False),
     "qwen3_5_moe": Architecture(
-        "Qwen3.5 and 3.6 MoE (35B-A3B, text)",
-        "Qwen3_5MoeTextConfig",
-        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48},
-        own=False,
+        "Qwen3.5 and 3.6 MoE (35B-A3B, text)", "Qwen3_5MoeTextConfig", DELTA_MOE, own=False
     ),
     "qwen3_5_vision": Architecture(
         "Qwen3.5 and 3.6 (as published, with images)",
@@ -262,44 +252,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             **LOCAL_EXPERTS,
             "sliding_window": WINDOW,
-            "rope_parameters": {
-                **YARN,
-                "rope_theta": 150000.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-            },
+            "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
         },
     ),
     "glm4": Architecture("GLM-4 (9B, 32B)", "Glm4Config"),
     "glm4_moe": Architecture(
-        "GLM-4.5 and later (MoE)",
-        "Glm4MoeConfig",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "use_qk_norm": True,
-        },
-        own=False,
+        "GLM-4.5 and later (MoE)", "Glm4MoeConfig", {**ROUTED, "use_qk_norm": True}, own=False
     ),
     "glm4_moe_lite": Architecture(
-        "GLM-4.7 Flash",
-        "Glm4MoeLiteConfig",
-        {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-        own=False,
+        "GLM-4.7 Flash", "Glm4MoeLiteConfig", {**LATENT, **ROUTED}, own=False
     ),
     "deepseek_v3": Architecture(
         "DeepSeek V3, R1, Kimi K2",
         "DeepseekV3Config",
-        {
-            **LATENT,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "n_group": 2,
-            "topk_group": 1,
-        },
+        {**LATENT, **ROUTED, "n_group": 2, "topk_group": 1},
         own=False,
     ),
     "smollm3": Architecture("SmolLM3", "SmolLM3Config", TIED),
@@ -364,12 +330,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         own=False,
         refused=("its layers pass on four streams", "8 decoder layers, .* found 0"),
     ),
-    "phi": Architecture(
-        "Phi-2",
-        "PhiConfig",
-        own=False,
-        refused=("its lm_head has a bias", "its lm_head has a bias"),
-    ),
+    "phi": Architecture("Phi-2", "PhiConfig", own=False, refused=2 * ("its lm_head has a bias",)),
     "gemma": Architecture("Gemma 1", "GemmaConfig", TIED, own=False),
     "gpt_neox": Architecture(
         "GPT-NeoX, Pythia", "GPTNeoXConfig", {"num_key_value_heads": 4}, own=False

@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,19 @@ from tests.tiny import tiny_target
 
 ROOT = Path(__file__).resolve().parents[1]
 TURNS = ("A table for two.", "In San Jose?", "0123", "Thanks", "I would like the address.")
+
+
+def patched(*places: tuple[Any, str, object]) -> Callable[[], Iterator[None]]:
+    """A fixture for all of a module: each place's attribute has this value."""
+
+    @pytest.fixture(autouse=True, scope="module")
+    def all_patched() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for place, name, value in places:
+                patch.setattr(place, name, value)
+            yield
+
+    return all_patched
 
 
 def ending_target(folder: Path) -> Path:

@@ -17,12 +17,7 @@ from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Target
 from eyas.operators import decoder as hooked
-from eyas.operators.decoder import (
-    HiddenStates,
-    HookedDecoder,
-    OwnDecoder,
-    decoder_layers,
-)
+from eyas.operators.decoder import HiddenStates, HookedDecoder, OwnDecoder, decoder_layers
 from eyas.operators.foreign import shape_of
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
@@ -154,13 +149,6 @@ def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_
         states = HookedDecoder.load(folder, "float32").states(TOKENS.tolist())
         assert_close(states, aux_hidden, last_hidden)
     assert target_shape(dynamic).rope.theta == 5000.0
-
-
-def test_a_family_that_is_not_served_says_what_still_works(folders):
-    match = "'gpt_neox' model; eyas' own engine runs Llama"
-    with pytest.raises(MismatchError, match=match) as raised:
-        Target.load(folders["gpt_neox"])
-    assert "SGLang" in raised.value.hint
 
 
 def test_lm_head_is_given_contiguous_rows(decoders):

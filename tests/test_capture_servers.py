@@ -21,6 +21,7 @@ from eyas.builtin import target_folder
 from eyas.client import RequestFailure
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.features import capture as stage
+from eyas.features import fleet
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.fleet import FleetConfig
 from eyas.features.generate import GenerateConfig, generate
@@ -31,7 +32,7 @@ from eyas.model.architecture import TargetConfig
 from eyas.operators.decoder import HookedDecoder
 from eyas.shards import Features, FeatureSource
 from eyas.train.trainer import TrainConfig, train
-from tests.stages import all_samples, ending_target, prompts_of, write_prompts
+from tests.stages import all_samples, ending_target, patched, prompts_of, write_prompts
 from tests.state_servers import Behaviour, serving_states, vllm_server
 from tests.tiny import tiny_target
 
@@ -41,13 +42,8 @@ ENGINES = ("vllm", "sglang")
 LIVE = os.environ.get("EYAS_VLLM_PYTHON")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_and_quick():
-    """Several shards of few samples; a server that is gone is given up soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
-        patch.setattr("eyas.features.fleet.PATIENCE_S", 1)
-        yield
+# several shards of few samples; a server that is gone is given up soon
+small_and_quick = patched((stage, "SAMPLES_PER_SHARD", 4), (fleet, "PATIENCE_S", 1))
 
 
 @pytest.fixture(scope="module")

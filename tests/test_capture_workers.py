@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,20 +23,15 @@ from eyas.features.forward import ForwardResult, ForwardTask, WorkerForward
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, writer
-from tests.stages import killed_at_a_write, write_answers
+from tests.stages import killed_at_a_write, patched, write_answers
 from tests.tiny import tiny_target
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 KILLED_AT = 3  # forwards of the first worker that gets so far
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_portions() -> Iterator[None]:
-    """Several shards; the first samples reach the writer before it has a codec."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
-        patch.setattr(writer, "CALIBRATION_TOKENS", 300)
-        yield
+# several shards; the first samples reach the writer before it has a codec
+small_portions = patched((stage, "SAMPLES_PER_SHARD", 4), (writer, "CALIBRATION_TOKENS", 300))
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +125,20 @@ def test_a_killed_worker_changes_nothing(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_run_goes_on_with_any_number_of_workers(
-    target, answers, of_one_process, tmp_path, workers
+    target, answers, of_one_process, tmp_path, monkeypatch, workers
 ):
+    """On the library that began it: another variant's last bits differ."""
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     several = config.model_copy(update={"workers": 3 - workers})
     kept = killed_at_a_write(
-        "train-00003.safetensors",
-        lambda: capture(several, answers, Artifact(output.url)),
-        output,
+        "train-00003.safetensors", lambda: capture(several, answers, Artifact(output.url)), output
     )
     assert len(kept) == 3
+    if workers == 1:
+        with monkeypatch.context() as patched:
+            patched.setattr(forward, "build", lambda: "decoder-else")
+            with pytest.raises(MismatchError, match=r"parts so far .*-else"):
+                capture(config, answers, output)
     capture(config.model_copy(update={"workers": workers}), answers, output)
     assert contents(output) == of_one_process["own"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"

@@ -265,7 +265,7 @@ def test_a_map_may_be_unordered_and_alone(target, tmp_path):
     assert read["t2d"].nonzero().flatten().tolist() == sorted(ids.tolist())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_any_choice_of_tokens_is_a_map_and_a_changed_offset_is_none(data):
     V = data.draw(st.integers(2, 40))
@@ -528,6 +528,7 @@ REFUSED = {
         "Eagle3DeepseekV2ForCausalLM",
     ),
     "a window": ({"sliding_window": 128}, "sliding_window is 128 of a context of 256"),
+    "a window of no size": ({"sliding_window": "x"}, "sliding_window"),
     "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
     "bias": ({"attention_bias": True}, "attention_bias"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -643,25 +644,6 @@ def test_parts_that_are_of_no_such_type_are_said(target, tmp_path, key):
                 read_head(folder)
 
 
-@pytest.mark.parametrize("form", ["sglang", "vllm"])
-@pytest.mark.parametrize(
-    "key",
-    ["num_attention_heads", "hidden_size", "head_dim", "sliding_window", "max_position_embeddings"],
-)
-def test_numbers_that_are_none_are_an_error_of_ours(target, tmp_path, form, key):
-    folder = head_folder(target, tmp_path / "head", form)
-    section = "transformer_layer_config" if form == "vllm" else ""
-    window = {"sliding_window": 4} if key == "max_position_embeddings" else {}
-    edit_config(folder, section, head_dim=None, **window)
-    for value in ("x", [1], {"a": 1}, -1.5):
-        edit_config(folder, section, **{key: value})
-        with pytest.raises(MismatchError):
-            read_head(folder)
-    edit_config(folder, section, num_attention_heads=0)
-    with pytest.raises(MismatchError):
-        read_head(folder)
-
-
 def test_an_output_matrix_tied_to_the_embedding(target, tmp_path):
     """Of a part of the vocabulary it cannot be meant, whatever the config took over from its
     target.
@@ -695,12 +677,6 @@ def test_what_is_no_head(target, tmp_path):
     (head_folder(target, tmp_path / "cut") / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(CorruptError):
         read_head(tmp_path / "cut")
-
-
-def test_a_head_that_does_not_fit_its_config_is_not_written(target):
-    config, tensors = tiny_head(target)
-    with pytest.raises(MismatchError, match=r"lm_head.weight has shape"):
-        write_head(config.model_copy(update={"draft_vocab_size": 65}), tensors, "eyas")
 
 
 def test_verifier_is_written_for_vllm(target):

@@ -145,7 +145,7 @@ def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec, dtype):
     assert read[3][9, 5] == -float("inf")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(NAMES),
     st.sampled_from(["bfloat16", "float32"]),

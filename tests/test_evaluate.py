@@ -168,7 +168,6 @@ def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():
 
 
 @given(st.lists(st.booleans(), max_size=12))
-@settings(deadline=None)
 def test_runs_are_the_true_stretches(flags):
     found = list(runs(flags))
     assert [flag for first, end in found for flag in range(first, end)] == [
@@ -181,7 +180,7 @@ def test_runs_are_the_true_stretches(flags):
     st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=3),
     st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_the_ceiling_on_tau_is_the_best_of_all_ways_to_go_through_the_answers(answers, steps):
     """By trying them all: a round may accept any number of drafts up to what the vocabulary
     allows.

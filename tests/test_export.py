@@ -104,19 +104,30 @@ def front_matter(folder: Path) -> dict:
     return yaml.safe_load(card_of(folder).split("---\n", 2)[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype):
-    head = trained(target, str(tmp_path / "train"), dtype=dtype)
+NORMS = {"fc_norm": True, "norm_output": True}
+OPTIONS = ({}, {"dtype": torch.bfloat16}, NORMS, {"train_lm_head": False})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, options):
+    head = trained(target, str(tmp_path / "train"), **options)
     manifest = made(target, head, tmp_path / "export")
-    assert manifest.counts == {"forms": 2, "tensors": TENSORS, "parameters": 16512}
+    assert manifest.counts["tensors"] == (TENSORS + 3 if options == NORMS else TENSORS)
+    assert manifest.counts["forms"] == 2
+    assert (manifest.counts["parameters"] == 16512) == (options != NORMS)
     assert manifest.facts["warnings"] == []
+    assert ("| norms | fc_norm, norm_output |" in card_of(tmp_path / "export")) == (
+        options == NORMS
+    )
     config, tensors = read_head(tmp_path / "train")
+    config = config.model_copy(update={"train_lm_head": True})
     for form in ("sglang", "vllm"):
         folder = tmp_path / "export" / form
         config_read, tensors_read = read_head(folder)
         assert config_read == config
+        assert tensors_read.keys() == tensors.keys()
         assert all(torch.equal(tensors_read[name], tensor) for name, tensor in tensors.items())
-        assert check(folder, target) == []
+        assert options == NORMS or check(folder, target) == []
         written = safetensors.torch.load_file(folder / "model.safetensors")
         assert ("embed_tokens.weight" in written) == (form == "vllm"), "where vLLM looks for them"
         assert {f"{form}/config.json", f"{form}/model.safetensors"} < manifest.files.keys()
@@ -290,18 +301,6 @@ def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
         assert measured_by.identity == exported_as.identity == started_from.identity
 
 
-def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
-    flags = {"fc_norm": True, "norm_output": True}
-    head = trained(target, str(tmp_path / "train"), **flags)
-    manifest = made(target, head, tmp_path / "export")
-    assert manifest.counts["tensors"] == TENSORS + 3
-    assert manifest.facts["warnings"] == []
-    for form in ("sglang", "vllm"):
-        config, _ = read_head(tmp_path / "export" / form)
-        assert {flag: getattr(config, flag) for flag in flags} == flags
-    assert "| norms | fc_norm, norm_output |" in card_of(tmp_path / "export")
-
-
 def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path):
     head = trained(target, str(tmp_path / "train"), norm_before_residual=True)
     with pytest.raises(MismatchError, match="norm_before_residual is set: SGLang ignores it"):
@@ -392,43 +391,42 @@ def test_settings_are_checked():
 # Heads that eyas did not train
 
 
+THEIR_KEYS = {
+    "EAGLE": {
+        "architectures": ["LlamaForCausalLM"],
+        "eagle_config": None,
+        "max_position_embeddings": 128,
+    },
+    "SpecForge": {"max_position_embeddings": 128, "norm_output": False},
+    "AngelSlim": {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "eagle_config": None,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    },
+    "NeMo": {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+    },
+    "speculators": {},
+}
+
+
 def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
     """A head as another project would have left it."""
     folder = head_folder(target, folder, "vllm" if whose == "speculators" else "sglang", **options)
     edit_config(folder, target_lm_head_sha256=None, target_embed_tokens_sha256=None)
-    entering = [2, 4, 5]
+    edit_config(folder, **THEIR_KEYS[whose])
+    weights = folder / "model.safetensors"
     if whose == "EAGLE":
-        edit_config(
-            folder,
-            architectures=["LlamaForCausalLM"],
-            eagle_config=None,
-            max_position_embeddings=128,
-        )
-        torch.save(
-            safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin"
-        )
-        (folder / "model.safetensors").unlink()
-    elif whose == "AngelSlim":
-        edit_config(
-            folder,
-            architectures=["Eagle3LlamaForCausalLM"],
-            eagle_config=None,
-            eagle_aux_hidden_state_layer_ids=entering,
-        )
-    elif whose == "NeMo":
-        edit_config(
-            folder,
-            architectures=["LlamaEagle3DraftModel"],
-            model_type="qwen3",
-            tie_word_embeddings=True,
-        )
+        torch.save(safetensors.torch.load_file(weights), folder / "pytorch_model.bin")
+        weights.unlink()
+    if whose == "NeMo":
         edit_tensors(folder, {"embed_tokens.weight": TargetVocabulary.load(target).embed_tokens})
-    elif whose == "SpecForge":
-        edit_config(folder, max_position_embeddings=128, norm_output=False)
     return folder
 
 
-@pytest.mark.parametrize("whose", ["EAGLE", "SpecForge", "AngelSlim", "NeMo", "speculators"])
+@pytest.mark.parametrize("whose", THEIR_KEYS)
 def test_any_head_is_exported_and_comes_back_the_same_from_every_form(
     target, head, tmp_path, whose
 ):
@@ -532,18 +530,6 @@ def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, tmp_path):
     assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
     assert check(tmp_path / "export" / "openvino", target) == []
     assert manifest.facts["commands"]["openvino"].startswith("optimum-cli export openvino")
-
-
-def test_a_head_with_its_targets_lm_head_is_exported(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"), train_lm_head=False)
-    made(target, head, tmp_path / "export")
-    config, tensors = read_head(tmp_path / "train")
-    for form in ("sglang", "vllm"):
-        config_read, read = read_head(tmp_path / "export" / form)
-        assert config_read == config.model_copy(update={"train_lm_head": True})
-        assert read.keys() == tensors.keys()
-        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-        assert check(tmp_path / "export" / form, target) == []
 
 
 def test_shards(target, tmp_path, monkeypatch):

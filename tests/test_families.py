@@ -28,9 +28,11 @@ from eyas.operators.foreign import auto_class, transformers_config
 from tests.architectures import ARCHITECTURES, SHAPE, saved_architecture
 from tests.oracle.target import features_of, logits_of
 from tests.quantised_twin import in_eight_bits
+from tests.test_native import PARTS
 from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head
 
 OWN = [name for name, one in ARCHITECTURES.items() if one.own]
+DECODERS = [name for name in OWN if ARCHITECTURES[name].text is None]
 NUM_TOKENS = 150  # more than the windows of the table
 
 
@@ -61,11 +63,7 @@ def by_transformers(root: Path, name: str) -> Any:
     return kind.from_pretrained(folder, attn_implementation="eager").eval()
 
 
-@pytest.fixture(params=["torch", "native"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
+@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", OWN)
 def test_logits_and_taps_are_those_of_transformers(root, name, backend):
     """Every logit; the best token; the residual stream behind each of the tapped layers."""
@@ -102,9 +100,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
     assert read == whole.model_copy(update={"eos_token_ids": read.eos_token_ids})
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_greedy_answers_are_those_of_transformers(root, name, backend):
-    target, model = loaded(root, name, backend), by_transformers(root, name)
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_answers_are_those_of_transformers(root, name):
+    """By PyTorch's operators; the native decoder's are in test_architectures.py."""
+    target, model = loaded(root, name, "torch"), by_transformers(root, name)
     (asked,) = prompts(target, [80])
     with torch.no_grad():
         theirs = model.generate(
@@ -114,8 +113,13 @@ def test_greedy_answers_are_those_of_transformers(root, name, backend):
     assert list(ours[0][0]) == theirs[0, len(asked.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("backend", ["native", "bfloat16", "packed"])
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "bfloat16") for name in DECODERS),
+        *((name, backend) for name in PARTS for backend in ("native", "packed")),
+    ],
+)
 def test_speculation_changes_nothing(root, name, backend):
     """Trees in a batch whose requests are accepted to different lengths, greedy and sampled, and a
     prefix used again: tokens and log-probabilities are those of plain decoding, to the bit.

@@ -19,7 +19,7 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
-from tests.stages import contents, prompts_of, talking_target, write_prompts
+from tests.stages import contents, patched, prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
@@ -31,11 +31,7 @@ def target(tmp_path_factory) -> Path:
     return talking_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_parts():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "ROWS_PER_PART", 4)
-        yield
+small_parts = patched((stage, "ROWS_PER_PART", 4))
 
 
 def config_of(target: Path, **settings: Any) -> GenerateConfig:

@@ -26,16 +26,20 @@ from eyas.features.answers import AnswerParts, JournalEntry
 from eyas.features.backends import EngineBackend
 from eyas.features.generate import GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers
-from tests.stages import contents, ended, in_a_process, prompts_of, talking_target, write_prompts
+from tests.stages import (
+    contents,
+    ended,
+    in_a_process,
+    patched,
+    prompts_of,
+    talking_target,
+    write_prompts,
+)
 
 PROMPTS = prompts_of(60)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_parts():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "ROWS_PER_PART", 7)
-        yield
+small_parts = patched((stage, "ROWS_PER_PART", 7))
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,11 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import _base_client
 
 from eyas.artifact import VERSION, Artifact
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
+from eyas.features import fleet
 from eyas.features import generate as stage
 from eyas.features.backends import TargetProof, TargetServer
 from eyas.features.fleet import ClientConfig, server_urls
@@ -34,7 +36,7 @@ from eyas.serve.server import ServeConfig
 from tests.faulty_server import FAULTS, faulty
 from tests.object_stores import free_port
 from tests.serving import World
-from tests.stages import contents, prompts_of, talking_target, write_prompts
+from tests.stages import contents, patched, prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
@@ -42,14 +44,12 @@ MIX = [{"share": 0.5}, {"share": 0.5, "temperature": 1.0, "top_p": 0.9}]
 CLIENT = {"concurrency": 4, "timeout_s": 60}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_parts():
-    """Several parts of few prompts, and servers that are given up soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eyas.features.fleet.PATIENCE_S", 20)
-        patch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.05)
-        patch.setattr(stage, "ROWS_PER_PART", 4)
-        yield
+# several parts of few prompts, and servers that are given up soon
+small_parts = patched(
+    (stage, "ROWS_PER_PART", 4),
+    (fleet, "PATIENCE_S", 20),
+    (_base_client, "INITIAL_RETRY_DELAY", 0.05),
+)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ written into it, and what cannot be read is refused with what to do.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,15 @@ def tiny(tmp_path_factory):
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory):
+    """A target of an architecture, saved once."""
+    root = tmp_path_factory.mktemp("sources")
+    return functools.cache(
+        lambda name: save_architecture(root / name, name, **OTHERWISE.get(name, {}))
+    )
+
+
 # Whole files
 
 
@@ -117,10 +127,9 @@ def file_of(source: Path, folder: Path, kind: Kind = Kind.F32) -> Path:
 
 
 @pytest.mark.parametrize("name", OF_GGUF)
-def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, name):
-    source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
+def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, source_of, name):
     kind = Kind.MXFP4 if name == "gpt_oss" else Kind.Q8_0
-    folder = resolve_target(str(file_of(source, tmp_path, kind)))
+    folder = resolve_target(str(file_of(source_of(name), tmp_path, kind)))
     config = TargetConfig.from_folder(folder)
     tensors, blocks = (
         arranged(config, read_arrays(folder)),
@@ -135,8 +144,8 @@ def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", OF_GGUF)
-def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_path, name):
-    source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
+def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_path, source_of, name):
+    source = source_of(name)
     folder = resolve_target(str(file_of(source, tmp_path)))
     expected = AutoModelForCausalLM.from_pretrained(source)(LONG_TOKENS_BT).logits
     found = AutoModelForCausalLM.from_pretrained(whole_folder(folder))
@@ -374,9 +383,11 @@ def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(tmp_path, tiny):
         ("llama4", "interleave_moe_layer_step", "2", "has '2' as llama4.interleave_moe"),
     ],
 )
-def test_keys_of_one_architecture_are_refused_by_name(tmp_path, name, key, value, problem):
-    source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
-    file = gguf_file(source, tmp_path / "tiny.gguf", changes={f"{name}.{key}": value})
+def test_keys_of_one_architecture_are_refused_by_name(
+    tmp_path, source_of, name, key, value, problem
+):
+    changes = {f"{name}.{key}": value}
+    file = gguf_file(source_of(name), tmp_path / "tiny.gguf", changes=changes)
     with pytest.raises((CorruptError, MismatchError), match=problem):
         resolve_target(str(file))
 

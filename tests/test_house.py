@@ -36,15 +36,15 @@ ROOMS = {
     "train": (112, "objective, optimizer, runs"),
     "cli": (122, "one file per command"),
     "top": (163, "artifacts, stores, records, errors, names of models, pages, Python's API"),
-    "export": (99, "forms of other engines, check by replay, card, foretold speed"),
+    "export": (98, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (45, "chat template and tokenizer"),
-    "shards": (47, "the feature format"),
+    "shards": (44, "the feature format"),
     "evaluate": (54, "tau before a head is served"),
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (11, "tokens and bytes of a run"),
     "builtin": (4, "the packaged models and prompts"),
-    "tests": (2055, "proofs"),
-    "benchmarks": (375, "the scripts behind the figures of README and results"),
+    "tests": (2028, "proofs"),
+    "benchmarks": (355, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
 SCRIPT_PARTS = {"held_out.py", "natural.py", "random_models.py", "train_step.py"}

@@ -15,15 +15,11 @@ import pytest
 
 from eyas import stores as stores_module
 from eyas.artifact import Artifact
-from eyas.errors import ConfigError, CorruptError, EyasError, InputError, MissingInputError
-from eyas.model.target import Target
+from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
 from eyas.shards import FeatureMeta, Features, Sample, ShardWriter
 from eyas.shards import reader as reader_module
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients
-from tests.test_cli import run_eyas
 from tests.test_shards import META, assert_same, make_sample
-from tests.tiny import tiny_target
-from tests.tiny_features import greedy_answers, samples_of, write_features
 
 pytest.importorskip("s3fs", reason="the extra s3 is not installed")
 pytest.importorskip("gcsfs", reason="the extra gcs is not installed")
@@ -240,60 +236,17 @@ def test_an_upload_killed_in_the_middle_leaves_nothing(store, monkeypatch):
     assert_all_there(finish(again, add_missing(again, 9)), 9)
 
 
-def test_a_flipped_byte_is_found_and_named_and_the_cache_is_verified(store, tmp_path, monkeypatch):
+def test_a_flipped_byte_is_found_and_named(store):
     artifact = begun(store.url)
     features = finish(artifact, add_missing(artifact, 6))
-    monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
-    cached = Features(Artifact(store.url))
-    assert_same(cached[5], wide_sample(5))
-    (kept,) = (path for path in (tmp_path / "cache").rglob("*") if path.stat().st_size > 9999)
-    damaged = bytearray(kept.read_bytes())
-    damaged[-99] ^= 1
-    kept.write_bytes(damaged)
-    assert_same(cached[5], wide_sample(5))
-    assert kept.read_bytes() != damaged, "downloaded again"
     entry = features.entries[5]
     shard = bytearray(artifact.read(entry.shard))
     shard[entry.start + 999] ^= 4
     artifact.write(entry.shard, bytes(shard))
-    assert_same(cached[5], wide_sample(5))
     with pytest.raises(CorruptError, match="sample-5") as raised:
         features[5]
     assert "train-00001" in raised.value.what
     assert_same(features[4], wide_sample(4))
-
-
-def test_training_reads_a_store_once_with_a_cache(gcs, tmp_path, monkeypatch):
-    """Two heads of `eyas train` from features in a store: the second reads no shard from it."""
-    folder = tiny_target(tmp_path / "target")
-    target = Target.load(folder)
-    samples = samples_of(target, greedy_answers(folder, 12), "sample")
-    write_features(gcs.url, target, samples[:8], samples[8:])
-    monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
-    kept: list[dict[int, int]] = []
-    for seed in (0, 1):
-        settings = ["head.draft_vocab_size=320", "objective.num_ttt_steps=2", "dtype=float32"]
-        settings += ["epochs=1", f"seed={seed}"]
-        words = [word for one in settings for word in ("-s", one)]
-        head = tmp_path / f"head-{seed}"
-        assert run_eyas("train", gcs.url, "-t", folder, "-o", head, *words).exit_code == 0
-        files = (path.stat() for path in (tmp_path / "cache").rglob("*") if path.is_file())
-        kept.append({one.st_ino: one.st_mtime_ns for one in files if one.st_size > 9999})
-    assert len(kept[0]) == 2, "a shard of each split"
-    assert kept[0] == kept[1]
-    monkeypatch.setenv("EYAS_FEATURE_CACHE", "200GB")
-    with pytest.raises(ConfigError, match="EYAS_FEATURE_CACHE=200GB is no absolute path"):
-        Features(Artifact(gcs.url))
-
-
-def test_what_was_read_once_is_read_from_this_disk(gcs, tmp_path, monkeypatch):
-    artifact = begun(gcs.url)
-    writer = add_missing(artifact, 6)
-    monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
-    features = finish(artifact, writer)
-    assert_all_there(features, 6)
-    gcs.line.fault("reset")
-    assert_all_there(features, 6)
 
 
 def refusing(status: int, body: bytes) -> ThreadingHTTPServer:

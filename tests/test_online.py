@@ -12,7 +12,6 @@ import torch
 
 from eyas.artifact import Artifact
 from eyas.cli import run as cli_run
-from eyas.errors import MismatchError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineFeatures, OnlineTarget
@@ -23,7 +22,6 @@ from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
 from tests.test_cli import run_eyas
-from tests.tiny import tiny_target
 
 TRAIN = TrainConfig.model_validate(
     {
@@ -171,11 +169,6 @@ def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tm
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
     source = OnlineTarget(config_of(target), answers).features("train")
     train(TRAIN, str(target), source, Artifact(output.url))
-
-
-def test_answers_of_another_target_are_refused(answers, tmp_path):
-    with pytest.raises(MismatchError, match="another target"):
-        OnlineTarget(config_of(tiny_target(tmp_path / "other", seed=1)), answers)
 
 
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 from eyas import builtin
-from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.check import CheckFinding, check, exit_code
+from eyas.export.check import check, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import AnswerBatch, answered, conversations, decoded, replay, replay_head
 from eyas.export.verdict import ReadingScore, reading_findings, verdict
@@ -431,11 +429,11 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
         {"messages": []},
         {"other": 1},
     ]
-    text = "\n".join(["not json", *map(json.dumps, rows), json.dumps([1]), ""])
+    unreadable = ["not json", "[" * 100_000, "[1]", ""]
+    text = "\n".join(["\ufeff" + json.dumps(rows[0]), *map(json.dumps, rows[1:]), *unreadable])
     (tmp_path / "rows.jsonl").write_text(text)
-    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as packed:
-        packed.write(text)
-    (tmp_path / "plain.txt").write_text("One?\n\nTwo?\n")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "plain.txt").write_text("\ufeffOne?\n\nTwo?\n")
     for name in ("rows.jsonl", "rows.jsonl.gz"):
         found = list(conversations(tmp_path / name))
         assert [[one["content"] for one in row] for row, _ in found] == [["A?", "B."], ["C?"]]
@@ -444,17 +442,6 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
     assert [row[0]["content"] for row, _ in found] == ["One?", "Two?"]
     with pytest.raises(MissingInputError):
         list(conversations(tmp_path / "absent.txt"))
-
-
-def test_a_byte_order_mark_costs_no_row(tmp_path):
-    row = json.dumps({"messages": [{"role": "user", "content": "A?"}]})
-    content = f"\ufeff{row}\n{'[' * 100_000}\n".encode()  # what cannot be read is passed over
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(content))
-    (tmp_path / "plain.txt").write_bytes("\ufeffA?\n".encode())
-    for name in ("rows.jsonl", "rows.jsonl.gz", "plain.txt"):
-        ((messages, _),) = conversations(tmp_path / name)
-        assert messages == [{"role": "user", "content": "A?"}]
 
 
 @pytest.mark.parametrize(
@@ -491,11 +478,10 @@ def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path
 
 
 def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
-    (tmp_path / "text.txt").write_text(
-        "I would like a table for two in San Jose.\nBook me a flight to Paris.\n"
-    )
-    command = ["check", "builtin", "--target", "builtin", "--text", str(tmp_path / "text.txt")]
-    result = CliRunner().invoke(build(command), [*command, "--json"])
+    text = tmp_path / "text.txt"
+    text.write_text("I would like a table for two in San Jose.\nBook me a flight to Paris.\n")
+    command = "check", "builtin", "--target", "builtin", "--text", text
+    result = run_eyas(*command, "--json")
     told = json.loads(result.stdout.splitlines()[-1])
     assert result.exit_code == told["exit_code"] == 0, result.output
     assert told["findings"] == []
@@ -504,7 +490,7 @@ def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
     assert told["replay"][0]["tau"] > 1.3
     keys = {"reading", "tau", "accepted_drafts", "gain", "standard_errors"}
     assert keys <= told["replay"][1].keys()
-    shown = CliRunner().invoke(build(command), [*command, "--no-replay"])
+    shown = run_eyas(*command, "--no-replay")
     assert shown.exit_code == 0
     assert shown.stdout.startswith("OK: fits SGLang, vLLM")
 
@@ -516,8 +502,7 @@ def test_an_error_is_json_too(tmp_path):
         (tmp_path / "absent", "no head folder"),
         (tmp_path / "broken", "not JSON"),
     ):
-        command = ["check", str(folder), "--target", "builtin", "--json"]
-        result = CliRunner().invoke(build(command), command)
+        result = run_eyas("check", folder, "--target", "builtin", "--json")
         told = json.loads(result.stdout)
         assert result.exit_code == told["exit_code"] == 2
         assert named in told["error"]
@@ -531,4 +516,3 @@ def test_a_head_that_cannot_be_read_is_not_replayed(tiny, tmp_path):
     assert replayed == []
     assert "fc_norm.0.weight is missing" in why_not
     assert exit_code(check(folder, tiny)) == 2
-    assert exit_code([CheckFinding("warning", "", "")]) == 1

@@ -6,11 +6,8 @@ import json
 import math
 import os
 import random
-import signal
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,15 +18,7 @@ from safetensors.torch import load
 
 from eyas.artifact import Artifact, File
 from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
-from eyas.shards import (
-    Entry,
-    FeatureMeta,
-    Features,
-    Sample,
-    ShardWriter,
-    decode_sample,
-    encoded,
-)
+from eyas.shards import Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encoded
 from eyas.shards import reader as reader_module
 from eyas.shards import writer as writer_module
 
@@ -125,7 +114,7 @@ def test_every_bfloat16_survives_numpy_and_back():
     assert_same(sample, decode_sample(data, entry, meta))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.integers(1, 4),
@@ -169,7 +158,7 @@ def test_reading_one_sample_asks_for_its_bytes_only(tmp_path, monkeypatch):
     assert asked == [("train-00001.safetensors", 6 * META.bytes_per_token)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
     url = f"memory://{uuid.uuid4()}"
@@ -191,18 +180,6 @@ def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
         assert entry.shard in raised.value.what
 
 
-def test_a_truncated_or_missing_shard_is_noticed(tmp_path):
-    folder = tmp_path / "features"
-    features = Features(write(Artifact(str(folder)), [make_sample(number) for number in range(6)]))
-    shard = folder / "train-00001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CorruptError, match=r"train-00001\.safetensors holds"):
-        features[5]
-    shard.unlink()
-    with pytest.raises(MissingInputError, match="train-00001"):
-        features[4]
-
-
 def test_a_changed_index_is_noticed(tmp_path):
     folder = tmp_path / "features"
     write(Artifact(str(folder)), [make_sample(0)])
@@ -222,52 +199,6 @@ def test_features_want_a_finished_capture(tmp_path):
     artifact.finish("prompts", {}, {}, {})
     with pytest.raises(InputError, match="'prompts', not 'capture'"):
         Features(Artifact(artifact.url))
-
-
-def shard_bytes(folder: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("train")
-    }
-
-
-def forked(work: Callable[[], None]) -> int:
-    """The process id of a child that does this work and ends with 0 if nothing was raised."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def write_and_die(folder: Path) -> None:
-    writer = ShardWriter(Artifact(str(folder)), "train", META, samples_per_shard=4)
-    for number in range(10):
-        writer.add(make_sample(number))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path):
-    samples = [make_sample(number) for number in range(14)]
-    write(Artifact(str(tmp_path / "whole")), samples)
-    child = forked(lambda: write_and_die(tmp_path / "cut"))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert sorted(shard_bytes(tmp_path / "cut")) == [
-        "train-00000.safetensors",
-        "train-00001.safetensors",
-    ]
-    (tmp_path / "cut" / "train-00002.safetensors.partial-1").write_bytes(b"half")
-    writer = ShardWriter(Artifact(str(tmp_path / "cut")), "train", META, samples_per_shard=4)
-    assert writer.keys == {f"sample-{number}" for number in range(8)}
-    for sample in samples:
-        if sample.key not in writer.keys:
-            writer.add(sample)
-    writer.close()
-    (tmp_path / "cut" / "train-00002.safetensors.partial-1").unlink()
-    assert shard_bytes(tmp_path / "cut") == shard_bytes(tmp_path / "whole")
 
 
 def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
@@ -321,6 +252,9 @@ def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
         with pytest.raises(CorruptError, match=rf"{name} holds [\d,]+ bytes, not") as raised:
             read()
         assert "this one shard" in raised.value.hint
+    artifact.delete(name)
+    with pytest.raises(MissingInputError, match=name):
+        features[3]
 
 
 def test_bytes_that_came_damaged_once_are_read_again(tmp_path, monkeypatch):
@@ -409,9 +343,6 @@ def test_a_stream_goes_on_at_an_exact_sample(tmp_path):
         rest = list(features.stream(order[done:]))
         assert [sample.key for sample in rest] == [sample.key for sample in whole[done:]]
     assert [len(batch) for batch in features.batches([[3, 1], [], [4]])] == [2, 0, 1]
-    for (ids, mask), sample in zip(features.all_tokens(), samples, strict=True):
-        assert torch.equal(ids, sample.token_ids)
-        assert torch.equal(mask, sample.loss_mask)
 
 
 def test_a_broken_sample_is_an_error_in_its_place(tmp_path):

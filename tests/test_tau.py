@@ -108,7 +108,7 @@ class TestIntervals:
     @given(
         st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=LEAST_ROWS, max_size=30)
     )
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     def test_lies_within_the_prompts_own(self, counts):
         emitted, rounds = (
             [count[0] * count[1] for count in counts],
@@ -126,7 +126,7 @@ class TestIntervals:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_rounds_of_an_engine_are_judged_up_to_the_first_miss_but_for_the_last(hits):
     accepted = [next((at for at, hit in enumerate(row) if not hit), 3) for row in hits]
     tally = RoundCounts(3)
@@ -141,7 +141,7 @@ def test_rounds_of_an_engine_are_judged_up_to_the_first_miss_but_for_the_last(hi
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_walk_equals_serving_an_answer(data):
     """Serve with made-up drafts: which of them equal the answer is drawn for every slot and
     position.

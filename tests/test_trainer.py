@@ -7,6 +7,7 @@ tests.test_trainer`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from eyas.errors import (
 from eyas.log import quiet
 from eyas.model.config import HeadOptions
 from eyas.model.target import Target
-from eyas.operators.batch import plan_batches
+from eyas.operators.batch import plan_batches, plan_packs
 from eyas.operators.head import load_head
 from eyas.operators.tensors import read_head
 from eyas.shards import Features
@@ -153,10 +154,9 @@ def test_learns_and_describes_itself(made, features, tmp_path):
 
 
 def test_the_seed_decides(made, features, whole, tmp_path):
-    for name, seed in (("same", 0), ("other", 1)):
-        run(made[0], features, tmp_path / name, seed=seed)
-    assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
-    assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
+    """That one seed gives one head, test_stages.py holds."""
+    run(made[0], features, tmp_path, seed=1)
+    assert weights(Artifact(str(tmp_path))) != weights(whole)
 
 
 def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
@@ -387,14 +387,14 @@ def test_schedule_warms_up_and_falls_to_zero(schedule):
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 200), st.integers(0, 3)
 )
-@settings(max_examples=40, deadline=None)
-def test_batches_hold_every_sample_once_within_the_budget(lengths, max_tokens, seed):
-    batches = plan_batches(lengths, max_tokens, str(seed))
-    assert sorted(number for numbers in batches for number in numbers) == list(range(len(lengths)))
-    for numbers in batches:
-        padded = len(numbers) * max(lengths[number] for number in numbers)
-        assert len(numbers) == 1 or padded <= max_tokens
-    assert batches == plan_batches(lengths, max_tokens, str(seed))
+@settings(max_examples=40)
+def test_batches_and_packs_hold_every_sample_once_within_their_room(lengths, room, seed):
+    for plan, tokens_of in ((plan_batches, lambda row: len(row) * max(row)), (plan_packs, sum)):
+        batches = plan(lengths, room, str(seed))
+        assert sorted(itertools.chain.from_iterable(batches)) == list(range(len(lengths)))
+        for numbers in batches:
+            assert len(numbers) == 1 or tokens_of([lengths[one] for one in numbers]) <= room
+        assert batches == plan(lengths, room, str(seed))
 
 
 def test_batches_pad_little_and_differ_from_pass_to_pass():
@@ -403,15 +403,7 @@ def test_batches_pad_little_and_differ_from_pass_to_pass():
     padded = sum(len(numbers) * max(lengths[number] for number in numbers) for numbers in one)
     assert padded < 1.1 * sum(lengths)
     assert {tuple(numbers) for numbers in one} != {tuple(numbers) for numbers in two}
-
-
-def test_a_batch_pads_on_the_right():
-    batch = made_up_batch([[True] * 3, [False, True, True, False, True]])
-    assert batch.tokens_BT.dtype == torch.int64
-    assert batch.aux_hidden_BTA.shape == (2, 5, 36)
-    first, second = [True] * 3 + [False] * 2, [False, True, True, False, True]
-    assert batch.loss_mask_BT.tolist() == [first, second]
-    assert batch.last_hidden_BTH[0, 3:].eq(0).all()
+    assert len(plan_packs(lengths, 2048, "0/0")) * 2048 < 1.03 * sum(lengths)
 
 
 def golden_step() -> dict[str, object]:

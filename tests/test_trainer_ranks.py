@@ -298,20 +298,6 @@ def test_a_run_of_all_stages_is_work_for_one_process(monkeypatch):
         run_file({}, "eyas run mine.yaml")
 
 
-def test_the_best_head_is_written_and_the_last_one_beside_it(runs):
-    facts, rows = runs.output("one").manifest().facts["held_out"], runs.rows("one")
-    measured = {row["step"]: row["held_out_tau"] for row in rows if "held_out_tau" in row}
-    assert len(measured) == 4
-    assert facts["tau"] == max(measured.values())
-    # of equals, the last
-    assert facts["step"] == max(step for step, tau in measured.items() if tau == facts["tau"])
-    last = runs.folder / "one" / "last"
-    assert last.exists() == (facts["step"] != len(rows))
-    if last.exists():
-        best = load_file(runs.folder / "one" / "model.safetensors")
-        assert load_file(last / "model.safetensors").keys() == best.keys()
-
-
 def test_features_are_read_by_the_rank_that_needs_them(runs):
     """Each sample is read once an epoch, by one rank."""
     files = Path(f"{runs.folder}/two.seen").glob("*.jsonl")

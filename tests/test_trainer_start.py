@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from eyas import builtin, hub
 from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
-from eyas.cli.main import build
 from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 from eyas.lineage import head_manifest, sources
 from eyas.model.target import Target
@@ -23,14 +21,10 @@ from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
 from eyas.train.ranks import Ranks
-from eyas.train.start import (
-    fit_to_features,
-    given_vocabulary,
-    initialise,
-    recount,
-)
+from eyas.train.start import fit_to_features, given_vocabulary, initialise, recount
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
+from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_batch import tiny_vocabulary, wavy_head
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -310,9 +304,9 @@ def test_the_command_line_names_the_start(world):
     settings = ["objective.num_ttt_steps=3", "objective.later_steps=all", "epochs=2"]
     settings += ["batches.tokens=256", "learning_rate=1e-6", "dtype=float32"]
     settings += ["stop={measurements: 0}"]
-    words = ["train", world.new.url, "-t", str(world.target), "-o", str(world.folder / "by words")]
-    words += ["--start", world.head.url, *(word for one in settings for word in ("-s", one))]
-    shown = CliRunner().invoke(build(words), words, prog_name="eyas")
+    words = ("train", world.new.url, "-t", world.target, "-o", world.folder / "by words")
+    words += ("--start", world.head.url, *(word for one in settings for word in ("-s", one)))
+    shown = run_eyas(*words)
     assert shown.exit_code == 0, shown.output
     assert Artifact(str(world.folder / "by words")).manifest().identity == same.manifest().identity
 

@@ -15,7 +15,7 @@ from tests.tiny import tiny_target
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_most_counted_tokens_are_kept_ids_ascending(counts, data):
     W = data.draw(st.integers(1, len(counts)))
     d2t_offset, t2d_mask = draft_vocabulary(torch.tensor(counts), W)

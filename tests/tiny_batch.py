@@ -131,4 +131,4 @@ def write_golden(path: Path, made_by: str, **made: object) -> None:
     """With more digits than tests compare."""
     text = json.dumps({"made by": made_by, **made})
     kept = json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(json.dumps(kept).replace("}, ", "},\n") + "\n")  # a case a line

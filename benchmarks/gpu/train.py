@@ -48,7 +48,6 @@ Step = Callable[[], Any]
 
 
 def ours(_: Namespace, made: Any, steps: int) -> Step:
-    """A step as `eyas train` makes it, whose loss is read."""
     later = "all" if steps == 7 else "sampled"
     config = ObjectiveConfig(num_ttt_steps=steps, later_steps=later)
     step: Step = train_step.our_step(made, DEVICE, config)

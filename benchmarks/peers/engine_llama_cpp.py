@@ -36,47 +36,15 @@ class LlamaCpp:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
-        command = [
-            str(build / "bin" / "llama-server"),
-            "-m",
-            target,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            port,
-        ]
-        command += [
-            "-t",
-            threads,
-            "-tb",
-            threads,
-            "-np",
-            "1",
-            "-c",
-            str(settings["max_length"]),
-            "--cache-ram",
-            "0",
-            "--metrics",
-        ]
+        options = {"-m": target, "--host": "127.0.0.1", "--port": port, "-t": threads}
+        options |= {"-tb": threads, "-np": 1, "-c": settings["max_length"], "--cache-ram": 0}
         self.rounds = 0
         self.speculates = "num_draft_steps" in settings
         if self.speculates:
-            head = gguf(settings, settings["head_vllm"])
-            steps = str(settings["num_draft_steps"])
-            command += [
-                "--spec-type",
-                "draft-eagle3",
-                "-md",
-                head,
-                "--spec-draft-n-max",
-                steps,
-                "--spec-draft-p-min",
-                "0",
-            ]
-            if "synth_len" in settings:
-                command += ["--spec-synth-len", str(settings["synth_len"])]
-        if "ngrams" in settings:  # its drafts from text; plain rounds among them are not counted
-            command += ["--spec-type", settings["ngrams"]]
+            options |= {"--spec-type": "draft-eagle3", "-md": gguf(settings, settings["head_vllm"])}
+            options |= {"--spec-draft-n-max": settings["num_draft_steps"], "--spec-draft-p-min": 0}
+        words = [str(word) for option in options.items() for word in option]
+        command = [str(build / "bin" / "llama-server"), *words, "--metrics"]
         self.server = subprocess.Popen(command, stdout=sys.stderr)
         atexit.register(self.server.kill)
         self._wait()
@@ -96,13 +64,8 @@ class LlamaCpp:
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         sampling = {"temperature": 0.0, "top_k": 1, "samplers": ["top_k"], "ignore_eos": ignore_eos}
-        body = {
-            "prompt": prompt,
-            "n_predict": max_tokens,
-            "cache_prompt": False,
-            "return_tokens": True,
-            **sampling,
-        }
+        body = {"prompt": prompt, "n_predict": max_tokens, "cache_prompt": False}
+        body |= {"return_tokens": True, **sampling}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(
             self.url + "/completion", json.dumps(body).encode(), headers
@@ -142,15 +105,8 @@ def gguf(settings: dict[str, Any], folder: str) -> str:
             if line.startswith("CMAKE_HOME_DIRECTORY:")
         )
         half = made.with_suffix(".half")
-        command = [
-            sys.executable,
-            str(HERE / "convert_gguf.py"),
-            source,
-            folder,
-            settings["target"],
-            str(half),
-            outtype,
-        ]
+        command = [sys.executable, str(HERE / "convert_gguf.py"), source, folder]
+        command += [settings["target"], str(half), outtype]
         subprocess.run(command, check=True, stdout=sys.stderr)
         half.rename(made)
     return str(made)

@@ -32,10 +32,7 @@ class Transformers:
         T, asked = len(prompt), time.perf_counter()
         positions = torch.arange(T)[None]
         out = self.model(
-            torch.tensor([prompt]),
-            **self.kept,
-            position_ids=positions,
-            logits_to_keep=1,
+            torch.tensor([prompt]), **self.kept, position_ids=positions, logits_to_keep=1
         )
         token = out.logits[:, -1].argmax(-1, keepdim=True)
         tokens = [int(token)]

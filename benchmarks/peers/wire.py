@@ -55,9 +55,7 @@ def timed(asked: float, updates: Iterable[list[int]]) -> Decoded:
 class Engine(Protocol):
     """What a worker holds: one engine with one target, and a head or none."""
 
-    def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
-        """Greedy."""
-        ...
+    def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded: ...
 
     def decode_together(
         self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
@@ -69,7 +67,6 @@ class Engine(Protocol):
 
 
 def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
-    """Answer commands until stdin ends."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine: Engine | None = None

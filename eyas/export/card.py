@@ -84,7 +84,6 @@ class HeadCard:
     speed: Mapping[str, Any] | None = None
 
     def text(self) -> str:
-        """The card as Markdown."""
         environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
@@ -108,7 +107,6 @@ class HeadCard:
 
     @property
     def forms(self) -> list[EngineForm]:
-        """The folders that there are."""
         return [form for form in FORMS if any(name.startswith(f"{form}/") for name in self.hashes)]
 
     def metadata(self) -> dict[str, Any]:
@@ -146,7 +144,6 @@ class HeadCard:
         return found
 
     def head_rows(self) -> dict[str, str]:
-        """The table of the head."""
         head = self.head
         return {
             "parameters": f"{self.num_parameters:,}",

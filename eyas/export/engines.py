@@ -195,7 +195,6 @@ class EngineAbilities:
         return family in self.families.split()
 
     def is_of(self, forms: Collection[Form]) -> bool:
-        """Whether one of these forms is its own."""
         return self.command is not None and self.form in forms
 
     def unread_flags(self, config: HeadConfig) -> list[str]:

@@ -71,8 +71,7 @@ class ExportConfig(Settings):
         None, description="cost table of an engine (JSON): foretell its speed on the card"
     )
     publish: str | None = Field(
-        None,
-        description="a folder of a head's versions: a copy goes below it, at VERSION",
+        None, description="a folder of a head's versions: a copy goes below it, at VERSION"
     )
 
     @field_validator("speculation")

@@ -69,7 +69,6 @@ class ReadingScore:
 
     @property
     def counts(self) -> list[RoundCounts]:
-        """The rounds of each answer."""
         found = []
         for spans in self.answers:
             found.append(RoundCounts(NUM_DRAFT_STEPS))
@@ -92,7 +91,6 @@ class ReadingScore:
 
     @property
     def places(self) -> list[int]:
-        """Of each answer."""
         return [sum(map(len, spans)) for spans in self.answers]
 
     @property

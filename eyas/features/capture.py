@@ -219,7 +219,6 @@ class CaptureTask:
         return 1 if self.config.servers else self.config.batch_tokens
 
     def samples(self, split: Split) -> list[SamplePlan]:
-        """The plan's samples of a split."""
         share = self.config.held_out_share
         return [one for one in self.plan.samples if split_of(one.prompt_id, share) == split]
 

@@ -128,7 +128,6 @@ class Conversation:
         return self.turn + self._num_dropped == len(self.prompt.turns)
 
     def add(self, answer: Answer, origin: Origin) -> None:
-        """Append an answer."""
         assert self._entry.answer is None, "an answer is written before the next request"
         self._entry.answer, self._entry.origin = answer, origin
         self.messages = list(answer.messages)

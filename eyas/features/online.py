@@ -72,7 +72,6 @@ class OnlineTarget(CaptureTask):
         )
 
     def features(self, split: Split) -> OnlineFeatures:
-        """The samples of a split."""
         return OnlineFeatures(self, split)
 
 

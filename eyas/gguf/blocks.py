@@ -60,7 +60,6 @@ class BlockMatrix:
 
     @property
     def ndim(self) -> int:
-        """As of an array."""
         return 2
 
     @property

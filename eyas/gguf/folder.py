@@ -209,10 +209,7 @@ def chat_template(file: GgufFile) -> str:
         return beside.read_text(encoding="utf-8")
     template = file.metadata.get("tokenizer.chat_template")
     if not template:
-        raise TemplateError(
-            f"{file.path} has no chat template",
-            template_hint(str(beside)),
-        )
+        raise TemplateError(f"{file.path} has no chat template", template_hint(str(beside)))
     return str(template)
 
 

@@ -31,11 +31,7 @@ from eyas.gguf.configuration import (
 from eyas.gguf.file import DAMAGED, GgufFile, StoredTensor, dequantised_rows
 
 # Llama's, by ggml's.
-GLOBAL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BY_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

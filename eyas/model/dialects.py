@@ -188,7 +188,6 @@ class Checkpoint:
         return {str(value) if isinstance(value, dict | list) else value for value in values}
 
     def is_set(self, flag: str) -> bool:
-        """Whether a flag is on anywhere."""
         return True in self.stated(flag)
 
 

@@ -145,11 +145,7 @@ class NativeDraft(NativeDecoder):
         return self._run(self._lib.eyas_step, rows, np.ascontiguousarray(h, FLOAT32), cache)
 
     def proposals(
-        self,
-        h: Array,
-        tree_topk: int,
-        draws: Draws | None = None,
-        place: int = 0,
+        self, h: Array, tree_topk: int, draws: Draws | None = None, place: int = 0
     ) -> tuple[Array, Array]:
         """Outputs [R, H] -> the k = tree_topk best next tokens of each, and their log-probs.
 

@@ -135,12 +135,7 @@ class PagedCache:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        slot_width: int,
-        dtype: np.dtype[Any],
+        self, num_layers: int, num_pages: int, page_size: int, slot_width: int, dtype: np.dtype[Any]
     ) -> None:
         """slot_width: of the config. Memory: num_layers * num_pages * page_size * slot_width
         numbers, allocated here, once.

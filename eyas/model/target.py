@@ -185,11 +185,7 @@ class TargetWeights:
     """A checkpoint's tensors by our names, checked; another precision is made at need."""
 
     def __init__(
-        self,
-        config: TargetConfig,
-        published: Arrays,
-        dtype: np.dtype[Any],
-        blocks: Blocks,
+        self, config: TargetConfig, published: Arrays, dtype: np.dtype[Any], blocks: Blocks
     ) -> None:
         """Raises MismatchError."""
         self._config, self._dtype = config, dtype

@@ -20,12 +20,7 @@ from safetensors.numpy import save
 
 from eyas.errors import CorruptError, MissingInputError, refuse_pointer
 from eyas.gguf.blocks import BlockMatrix
-from eyas.gguf.checkpoint import (
-    dequantised_tensors,
-    file_shapes,
-    lies_in_file,
-    published_files,
-)
+from eyas.gguf.checkpoint import dequantised_tensors, file_shapes, lies_in_file, published_files
 from eyas.model.arrays import BFLOAT16, RESTORE, Array, cast, refuse_nonfinite
 from eyas.model.pickled import pickled_arrays
 

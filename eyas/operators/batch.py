@@ -42,7 +42,6 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
-        """Pad and stack."""
         starts = [0] * len(samples)
         return cls._joined(samples, starts, lambda one, fill: pad_sequence(one, True, fill))
 

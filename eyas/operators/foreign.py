@@ -39,15 +39,7 @@ NORM_EPSILONS = (
 )
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
 # Of another library, as it reads a config, loads a model, runs it, or keeps another past or none.
-FAULTS = (
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAULTS = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 QUANTISATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # others' own
 ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "

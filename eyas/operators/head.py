@@ -90,8 +90,6 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
-
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -187,7 +185,6 @@ class Head(nn.Module):
         return torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """See `rotation`."""
         return rotation(self.config.rope, self.config.head_dim, positions)
 
     def queries(self, x: Tensor, turn: Rotation) -> Tensor:

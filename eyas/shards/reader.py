@@ -4,7 +4,6 @@ decoded ahead by threads. Any number of threads may read at once.
     samples by number    Features      index, checksums, decoding
     read ahead           ahead
     from a store         range_reader  by the fastest client that is installed
-                         ShardCache    whole shards on this machine's disk
 """
 
 from __future__ import annotations
@@ -15,31 +14,20 @@ import hashlib
 import importlib
 import importlib.util
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
-import fsspec
-from fsspec.core import url_to_fs
 from pydantic import ValidationError
 from torch import Tensor
 
 from eyas.artifact import Artifact
 from eyas.cores import cores
-from eyas.errors import ConfigError, CorruptError, InputError, MissingInputError
+from eyas.errors import CorruptError, InputError, MissingInputError
 from eyas.shards.codecs import Tables
-from eyas.shards.layout import (
-    READ,
-    TOKEN_BYTES,
-    Entry,
-    decode_sample,
-    decode_tokens,
-    index_name,
-)
+from eyas.shards.layout import READ, TOKEN_BYTES, Entry, decode_sample, decode_tokens, index_name
 from eyas.shards.sample import FeatureMeta, Sample, Split
 from eyas.stores import Persistent
 
@@ -49,7 +37,6 @@ AHEAD_BYTES = 256 << 20  # of decoded samples, at least
 BATCHES_AHEAD = 2  # as much is read as these take, where that is more
 S3_TIMEOUT = "120s"  # of one sample: some 30 MB where the target has 8 billion parameters
 HAS_OBSTORE = importlib.util.find_spec("obstore") is not None
-CACHE_VARIABLE = "EYAS_FEATURE_CACHE"
 AGAIN = (
     "restore this one shard from a copy; without one, delete the folder and run `eyas capture` "
     "again"
@@ -67,7 +54,6 @@ class Features:
     """
 
     def __init__(self, artifact: Artifact, split: Split = "train") -> None:
-        """$EYAS_FEATURE_CACHE names a folder to keep the shards of a store in: see ShardCache."""
         made = artifact.manifest("capture")
         self.inputs = {"features": made}
         index = artifact.read_json(index_name(split))
@@ -79,10 +65,6 @@ class Features:
         self._artifact = artifact
         self._read_range = range_reader(artifact)
         is_local = artifact.local_path("") is not None
-        folder = os.environ.get(CACHE_VARIABLE, "").strip()
-        self._cache = (
-            ShardCache(artifact.url, folder, made.identity) if folder and not is_local else None
-        )
         self._num_threads = max(cores(), LEAST_THREADS if is_local else REMOTE_THREADS)
         self._whole: set[str] = set()  # shards that are as long as they should be
         try:
@@ -140,8 +122,6 @@ class Features:
         entry = self.entries[number]
         data = self._read(entry, entry.size)
         if not _matches(data, entry):  # perhaps on the way only: read once more
-            if self._cache is not None:
-                self._cache.drop(entry.shard)
             data = self._read(entry, entry.size)
         if not _matches(data, entry):
             raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
@@ -154,12 +134,11 @@ class Features:
         return f"sample {entry.key} in {self._artifact.url}/{entry.shard} (from byte {entry.start})"
 
     def _read(self, entry: Entry, size: int) -> bytes:
-        read = self._read_range if self._cache is None else self._cache.read
         known = self.inputs["features"].files.get(entry.shard)
         try:
             # Bytes that a shard does not have, a store answers as if it were out of order: so its
             # length is looked at before, once.
-            if self._cache is None and entry.shard not in self._whole and known is not None:
+            if entry.shard not in self._whole and known is not None:
                 if (length := self._artifact.size(entry.shard)) != known.bytes:
                     raise CorruptError(
                         f"{self._artifact.url}/{entry.shard} holds {length:,} bytes, not "
@@ -167,7 +146,7 @@ class Features:
                         AGAIN,
                     )
                 self._whole.add(entry.shard)
-            data = read(entry.shard, entry.start, entry.start + size)
+            data = self._read_range(entry.shard, entry.start, entry.start + size)
         except FileNotFoundError as error:
             raise MissingInputError(
                 f"{self._artifact.url} lacks the shard {entry.shard}", AGAIN
@@ -259,38 +238,3 @@ def read_local(folder: str, name: str, start: int, end: int) -> bytes:
             blocks.append(block)
             start += len(block)
         return b"".join(blocks) if len(blocks) != 1 else blocks[0]
-
-
-class ShardCache:
-    """The shards of a store, kept whole in a folder of this machine (fsspec's `filecache`), so that
-    further epochs and runs read no store. Nothing is deleted: the folder takes as much room as the
-    features. Processes may share it; the reader verifies what it gets.
-    """
-
-    def __init__(self, url: str, folder: str, identity: str) -> None:
-        """identity: of the features, so that others at the same URL are not taken for them. Raises
-        ConfigError for a folder that is no absolute path.
-        """
-        if not Path(folder).is_absolute():
-            raise ConfigError(
-                f"{CACHE_VARIABLE}={folder} is no absolute path",
-                f"write e.g. {CACHE_VARIABLE}=/scratch/features, or leave it out for no cache",
-            )
-        store, self._root = url_to_fs(url)
-        options = {"cache_storage": str(Path(folder, identity)), "expiry_time": 0}
-        self._cache = Persistent(fsspec.filesystem("filecache", fs=store, **options), url)
-        self._downloading = threading.Lock()  # filecache lists a file before all of it is there
-
-    def read(self, shard: str, start: int, end: int) -> bytes:
-        """Bytes [start, end) of a shard, downloaded first if it is not there."""
-        with self._downloading:
-            stream = self._cache.open(f"{self._root}/{shard}", "rb")
-        with stream:
-            stream.seek(start)
-            data: bytes = stream.read(end - start)
-        return data
-
-    def drop(self, shard: str) -> None:
-        """Forget a shard, so that it is downloaded again."""
-        with self._downloading, contextlib.suppress(FileNotFoundError):
-            self._cache.pop_from_cache(f"{self._root}/{shard}")

@@ -253,11 +253,7 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        normed_SH: Tensor,
-        lm_head_WH: Tensor,
-        weight_S: Tensor,
-        teacher: Teacher,
+        ctx: Any, normed_SH: Tensor, lm_head_WH: Tensor, weight_S: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor, Tensor]:
         """weight_S: of each row in the sum, which alone has a gradient."""
         wide = torch.promote_types(normed_SH.dtype, torch.float32)

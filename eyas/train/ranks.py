@@ -48,7 +48,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """This is the rank that writes."""
         return self.rank == 0
 
     def share(self, batches: Sequence[T]) -> Sequence[T]:

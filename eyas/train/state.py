@@ -85,7 +85,6 @@ class Patience:
         return True
 
     def is_over(self, config: StopConfig) -> bool:
-        """Whether the run stops."""
         return config.patience is not None and self.misses >= config.patience
 
 
@@ -99,7 +98,6 @@ class LossTrend:
     lowest: float = math.inf
 
     def add(self, loss: float) -> None:
-        """Count the loss of one more step."""
         if self.num_losses == 0:
             self.first = self.mean = loss
         self.mean = MEMORY * self.mean + (1.0 - MEMORY) * loss

@@ -3,11 +3,10 @@
     plan = AttentionPlan.of(rows, page_size)    once a forward and window
     mixed = plan.attend(q, kv, how)          per layer
 
-Which columns a row sees, `TensorRows` says; one that sees nothing gets zeros. These are PyTorch's
-operators for any device; on a CPU the native library has its own.
+Which columns a row sees, `TensorRows` says; one that sees nothing gets zeros. Each row attends by
+itself, so that it depends on nothing beside it.
 
-Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head
-dimension.
+Letters: M rows, C columns, Hq and Hk query and key heads, group = Hq / Hk, D head dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import torch.nn.functional as F
 from eyas.model.rows import MAX_TREE_COLUMNS
 from eyas.operators.vocab import capped
 from tests.oracle.rows import TensorRows
+
+ROWS_AT_ONCE = 256  # a copy of each one's keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,89 +39,50 @@ class Weighing:
     def mix(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """q [b, Hk, group * N, D], k, v [b, Hk, C, D], mask bool [b, 1, group * N, C] -> as q."""
+        """q [M, Hk, group, D], k, v [M, Hk, C, D], mask bool [M, 1, 1, C] -> as q."""
         if self.softcap is None and self.sinks is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        b, Hk, queries, D = q.shape
-        scores = (q @ k.mT).float() * (self.scale or D**-0.5)
-        scores = capped(scores, self.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = (q @ k.mT).float() * (self.scale or q.shape[-1] ** -0.5)
+        scores = capped(scores, self.softcap).masked_fill(~mask, -torch.inf)
         if self.sinks is not None:
-            group = len(self.sinks) // Hk
-            sinks = self.sinks.float().view(1, Hk, group, 1).expand(b, Hk, group, queries // group)
-            scores = torch.cat((scores, sinks.reshape(b, Hk, queries, 1)), dim=-1)
+            sinks = self.sinks.float().view(1, q.shape[1], -1, 1).expand(len(q), -1, -1, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(-1)[..., : k.shape[2]]
         return weights.to(v.dtype) @ v
 
 
-PLAIN_WEIGHING = Weighing()
-
-
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """The b requests of a forward that have the same number of rows: each one's columns are
-    gathered once.
-
-    rows int64 [b * N]: their places among the M. slots int64 [b * C]. mask bool [b, 1, N, C], True
-    where seen.
+class AttentionPlan:
+    """What the layers of one forward have in common: the slots int64 [M, C] of each row's columns,
+    and which of them it sees, bool [M, C].
     """
 
-    rows: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, how: Weighing) -> torch.Tensor:
-        """q [M, Hq, D] -> [b * N, Hq, D]. The heads of a group are queries beside each other: keys
-        are never repeated.
-        """
-        b, _, N, C = self.mask.shape
-        _, Hq, D = q.shape
-        Hk = kv.shape[2]
-        group = Hq // Hk
-        wide_q = (
-            q.index_select(0, self.rows)
-            .view(b, N, Hk, group, D)
-            .permute(0, 2, 3, 1, 4)
-            .reshape(b, Hk, group * N, D)
-        )
-        k, v = kv.index_select(0, self.slots).view(b, C, 2, Hk, D).permute(2, 0, 3, 1, 4)
-        mixed = how.mix(wide_q, k, v, self.mask.repeat(1, 1, group, 1))
-        return mixed.view(b, Hk, group, N, D).permute(0, 3, 1, 2, 4).reshape(b * N, Hq, D)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What the layers of one forward have in common. Planning reads the rows on the host."""
-
-    buckets: tuple[_Bucket, ...]
-
     @classmethod
     def of(cls, rows: TensorRows, page_size: int) -> AttentionPlan:
-        request, seen = rows.request.cpu().numpy(), rows.seen.cpu().numpy()
-        ends = rows.prefix_len.cpu().numpy() + _bit_lengths(seen)
-        order = np.argsort(request, kind="stable")
-        _, starts, counts = np.unique(request[order], return_index=True, return_counts=True)
-        is_tree = np.logical_or.reduceat(seen[order] != 0, starts)
-        # Trees and prompts of one size stay apart: the bits of a long prompt's mask need not be
-        # looked at.
-        kinds = 2 * counts + is_tree
-        buckets = []
-        for kind in np.unique(kinds):
-            places = order[starts[kinds == kind, None] + np.arange(kind // 2)]
-            buckets.append(
-                _bucket(rows, page_size, places, ends[places].max(1), with_tree=bool(kind % 2))
-            )
-        return cls(tuple(buckets))
+        bits = zip(rows.prefix_len.tolist(), rows.seen.tolist(), strict=True)
+        ends = (length + (seen & 2**MAX_TREE_COLUMNS - 1).bit_length() for length, seen in bits)
+        columns = torch.arange(max(ends))
+        before, seen = rows.prefix_len[:, None], _in_sight(rows, rows.seen)[:, None]
+        mask = (columns >= rows.first_seen[:, None]) & (columns < before)
+        e = columns - before
+        in_tree = (e >= 0) & (e < MAX_TREE_COLUMNS)
+        mask |= in_tree & (seen >> e.clamp(0, MAX_TREE_COLUMNS - 1) & 1).bool()
+        pages = rows.page_table[rows.request][:, columns // page_size].long()
+        # what a page table holds behind a request's last page has no meaning: any slot will do
+        return cls((pages * page_size + columns % page_size).where(mask, 0), mask)
 
-    def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, how: Weighing = PLAIN_WEIGHING
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, how: Weighing) -> torch.Tensor:
         """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries
         written) -> [M, Hq, D].
         """
-        mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for bucket in self.buckets:
-            mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv, how))
+        Hk, mixed = kv.shape[2], torch.empty(q.shape, dtype=q.dtype)
+        for part in torch.arange(len(q)).split(ROWS_AT_ONCE):
+            k, v = kv[self.slots[part]].permute(2, 0, 3, 1, 4)
+            by_group = how.mix(q[part].unflatten(1, (Hk, -1)), k, v, self.mask[part, None, None])
+            mixed[part] = by_group.flatten(1, 2)
         return mixed
 
 
@@ -154,36 +116,3 @@ def _in_sight(rows: TensorRows, seen: torch.Tensor) -> torch.Tensor:
         whole = sum(1 << bit for bit in nodes)
         kept.append(whole - (1 << MAX_TREE_COLUMNS) * (whole >> MAX_TREE_COLUMNS - 1))
     return torch.tensor(kept, device=seen.device)
-
-
-def _bit_lengths(seen: np.ndarray) -> np.ndarray:
-    """Of int64 [M], read as 64 bits without a sign: 1 + the place of the highest bit set, or 0."""
-    bits = np.unpackbits(
-        seen.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"
-    )
-    lengths: np.ndarray = (bits * np.arange(1, MAX_TREE_COLUMNS + 1)).max(1)
-    return lengths
-
-
-def _bucket(
-    rows: TensorRows, page_size: int, places: np.ndarray, ends: np.ndarray, with_tree: bool
-) -> _Bucket:
-    """places int64 [b, N] of the rows; ends int64 [b], one behind the last column that is seen of
-    each request.
-    """
-    device = rows.page_table.device
-    places_bN = torch.from_numpy(places).to(device)
-    first_seen = rows.first_seen[places_bN][..., None]
-    columns = torch.arange(int(first_seen.min()), int(ends.max()), device=device)
-    pages = rows.page_table[rows.request[places_bN[:, 0]]]
-    slots = pages[:, columns // page_size].long() * page_size + columns % page_size
-    # What a page table holds behind a request's last page has no meaning: any valid slot will do.
-    slots.masked_fill_(columns >= torch.from_numpy(ends).to(device)[:, None], 0)
-    prefix_len = rows.prefix_len[places_bN][..., None]
-    mask = (columns >= first_seen) & (columns < prefix_len)
-    if with_tree:
-        seen = _in_sight(rows, rows.seen)[places_bN][..., None]
-        e = columns - prefix_len
-        in_tree = (e >= 0) & (e < MAX_TREE_COLUMNS)
-        mask |= in_tree & (seen >> e.clamp(0, MAX_TREE_COLUMNS - 1) & 1).bool()
-    return _Bucket(places_bN.flatten(), slots.flatten(), mask[:, None])
