@@ -20,6 +20,8 @@ SGLANG = sglang==0.5.23
 # what SGLang's engine and server import; its other dependencies bring CUDA (benchmarks/peers/sglang_cpu stands for them)
 SGLANG_IMPORTS = orjson pybase64 msgspec pyzmq psutil requests aiohttp fastapi uvloop pydantic numpy tqdm packaging transformers triton pillow ipython dill gguf uvicorn python-multipart prometheus-client einops scipy regex jsonschema xxhash zstandard setproctitle
 ARGS =
+# of pyproject.toml, all that tests touch
+EXTRAS = train,large,servers,hub,parquet,http,s3,obstore,gcs,dlp,ray
 
 .PHONY: demo test check engines clean
 
@@ -54,7 +56,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed tests/conformance/requirements.txt
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install 'pip>=25.1'  # which knows dependency groups
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]' --group dev
 	$(PIP) install --no-deps -r tests/conformance/requirements.txt
 	touch $@
 

@@ -1,7 +1,7 @@
 """The refresh of docs/production.md as a Vertex AI pipeline: `python deploy/vertex_pipeline.py
 refresh.json` compiles it.
 
-Needs kfp 2.17 (`pip install "eyas[vertex]"`), in an environment of its own: kfp pins versions of
+Needs kfp 2.17 (`pip install --group vertex`), in an environment of its own: kfp pins versions of
 requests, urllib3 and protobuf that other packages have left behind. Then, with
 google-cloud-aiplatform:
 

@@ -36,7 +36,6 @@ OPTIONAL = {
     "google-cloud-dlp": "personal data by Google Cloud: eyas[dlp]",
     "accelerate": "targets larger than one device: eyas[large]",
     "ray": "`eyas prompts` on several machines: eyas[ray]",
-    "speculators": "conformance of exported heads: eyas[conformance]",
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
 Row = tuple[str, str, str]

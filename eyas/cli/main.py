@@ -23,7 +23,7 @@ import typer
 import eyas
 from eyas.cli.options import settings
 from eyas.cores import cores
-from eyas.errors import EyasError, InputError, StorageFullError
+from eyas.errors import EyasError, InputError, StorageFullError, extra
 
 COMMANDS = {
     "demo": "the whole pipeline on SmolLM2-135M-Instruct, on a CPU, in minutes",
@@ -113,7 +113,7 @@ def _for_user(error: Exception, command: str) -> EyasError:
     library = (getattr(error, "name", None) or "").partition(".")[0]
     if library not in TRAINING:
         raise error
-    return EyasError(f"eyas {command} needs {TRAINING[library]}", "pip install 'eyas[train]'")
+    return EyasError(f"eyas {command} needs {TRAINING[library]}", extra("train"))
 
 
 def _unloaded() -> None:
