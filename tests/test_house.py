@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import house
+from tests.test_architecture import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -42,7 +43,7 @@ ROOMS = {
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (11, "tokens and bytes of a run"),
     "builtin": (4, "the packaged models and prompts"),
-    "tests": (2059, "proofs"),
+    "tests": (2060, "proofs"),
     "benchmarks": (375, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
@@ -89,6 +90,12 @@ def test_the_map_names_what_is_there():
 def test_the_map_names_every_room():
     rooms = {path.name for path in (ROOT / "eyas").iterdir() if path.is_dir()} - {"__pycache__"}
     assert rooms <= set(re.findall(r"(\w+)/", MAP))
+
+
+def test_the_map_lists_the_rooms_in_the_order_of_imports():
+    listed = re.search(r"^eyas/\n(.*?)^```", MAP, re.MULTILINE | re.DOTALL)[1]
+    rows = [re.findall(r"(?:^| )(\w+)(?:\.py|/)(?= )", row) for row in listed.split("\n\n")]
+    assert [set(row) for row in rows] == list(map(set, ORDER))
 
 
 def own(*suffixes: str) -> list[Path]:
@@ -139,3 +146,8 @@ def test_few_frames_to_the_loss_and_to_the_forward(capsys):
     to_loss = stacks[house.LOSS_ENDS[0]]
     assert len(to_loss[to_loss.index("cli/train.py:command") :]) <= MOST_FRAMES
     assert all(len(stacks[end]) <= MOST_FRAMES for end in house.FORWARD_ENDS)
+    listed = re.findall(r"^\| \d+ \| `eyas/([\w/]+\.py:\w+)` \|", MAP, re.MULTILINE)
+    begins = listed.index("serve/worker.py:_run")
+    assert to_loss[to_loss.index("cli/train.py:command") :] == listed[:begins]
+    last = stacks[house.FORWARD_ENDS[0]]
+    assert last == listed[begins : begins + len(last)]
