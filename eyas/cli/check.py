@@ -42,12 +42,12 @@ def command(
         bool,
         typer.Option(
             "--why",
-            help="find out why it accepts little: replay what may have gone wrong, one at a time",
+            help="find the cause of a low tau: replay common mistakes, one at a time",
         ),
     ] = False,
     as_json: JsonAlone = False,
 ) -> None:
-    """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
+    """Find faults of a head. Exit code 0: none, or notes; 1: warnings; 2: errors."""
     if why and not replay:
         raise ConfigError("--why replays", "leave --no-replay out")
     try:

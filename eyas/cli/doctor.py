@@ -42,7 +42,7 @@ Row = tuple[str, str, str]
 
 
 def command() -> None:
-    """Print what one can do on this machine; then devices, stores, models and versions."""
+    """Print what this machine can do; then devices, stores, models and versions."""
     for ability in _abilities():
         print(ability)
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")

@@ -86,7 +86,7 @@ class PromptsConfig(BaseModel):
         default=[], description="sets whose items no prompt may overlap"
     )
     languages: tuple[str, ...] | None = Field(
-        default=None, description="to keep, as ISO 639-1 codes such as [en, de]; None keeps all"
+        default=None, description="to keep, ISO 639-1 codes such as [en, de]; null: all"
     )
     match: MatchConfig | None = Field(
         None, description="prompts like those of a log; null: no selection"
@@ -98,17 +98,15 @@ class PromptsConfig(BaseModel):
     )
     damaged: Literal["warn", "error"] = Field(
         default="warn",
-        description="where a file is cut, or more than 3 % of a source's rows cannot be read",
+        description="if a file is cut, or over 3 % of a source's rows are unreadable",
     )
     max_characters: int = Field(
-        default=8000, ge=1, description="of a conversation's user turns and system prompt together"
+        default=8000, ge=1, description="of user turns and system prompt together"
     )
     max_prompts: int | None = Field(
         default=None, ge=1, description="stop reading after so many; None reads all"
     )
-    seed: int = Field(
-        default=0, ge=0, description="of what `match` and a source's `max_prompts` draw"
-    )
+    seed: int = Field(default=0, ge=0, description="of the draws by `match` and `max_prompts`")
     executor: Place = Field("local", description="where the work runs; the result is the same")
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
 

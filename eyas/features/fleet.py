@@ -44,7 +44,7 @@ class FleetConfig(Settings):
     """How servers are asked."""
 
     concurrency: int = Field(default=32, ge=1, description="requests at a time, for each server")
-    timeout_s: float = Field(default=600.0, gt=0, description="of one request")
+    timeout_s: float = Field(default=600.0, gt=0, description="for one request")
     model: str | None = Field(None, description="name in requests; null: the only one served")
 
 
