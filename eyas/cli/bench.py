@@ -59,7 +59,7 @@ def command(
     made = None if head is None else Artifact(head).manifest()
     if made is not None and made.stage not in HEADS:
         raise InputError(
-            f"{head} holds {made.stage!r}, no head",
+            f"{head} is an output of {made.stage!r}, not a head",
             "give the output of `eyas export` or `eyas train`",
         )
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"

@@ -28,7 +28,7 @@ from eyas.errors import EyasError, InputError, StorageFullError, extra
 COMMANDS = {
     "demo": "all stages with SmolLM2-135M-Instruct, on a CPU, in minutes",
     "run": "all stages of one run file; skips what is done, resumes what was cut",
-    "plan": "what a run file will need: tokens and bytes",
+    "plan": "tokens and bytes of a run, before it runs",
     "prompts": "conversation sets -> cleaned prompts, a ledger, a data card",
     "generate": "prompts -> the target's own answers",
     "capture": "answers -> hidden-state features",

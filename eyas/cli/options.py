@@ -67,10 +67,10 @@ def read_run_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}", "mend the file") from error
+        raise ConfigError(f"{path} is not YAML: {error}", "correct the file") from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path} holds no sections", "write sections such as `train:` with fields below"
+            f"{path} has no sections", "write sections such as `train:` with fields below"
         )
     return content
 
