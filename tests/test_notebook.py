@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="notebooks are run with the gr
 nbclient = pytest.importorskip("nbclient", reason="notebooks are run with the group `dev`")
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "measure.ipynb"
-# the test suite's model in place of SmolLM2, and a part of the work
+# the test model, and less work
 STAND_IN = (
     ('TARGET, HEAD = "smollm2", "smollm2"', 'TARGET, HEAD = "builtin", "builtin"'),
     ("--num-prompts 80 --concurrency 1,2,4,8,10", "--num-prompts 16 --concurrency 1,4"),
