@@ -1,4 +1,4 @@
-"""Raise an EAGLE-3 draft head for a target, prove it, and decode faster without changing an output.
+"""Train an EAGLE-3 draft head for a target, measure it, decode faster without changing an output.
 
     with eyas.load("smollm2", head="smollm2") as llm:
         print(llm.chat("Why is the sky blue?", max_tokens=64, temperature=0))
