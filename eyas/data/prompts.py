@@ -72,14 +72,14 @@ class PromptsConfig(BaseModel):
         min_length=1, description="what to read, each with its licence"
     )
     policy: str | None = Field(
-        default=None, description="file of rules for licences and authors; None: the shipped ones"
+        default=None, description="file of rules for licences and authors; null: ours"
     )
     personal: PrivacyConfig = PrivacyConfig()
     near_duplicates: float | None = Field(
         default=0.85,
         ge=0.7,
         le=1,
-        description="Jaccard of word pairs from which the later row is dropped; None: only exact "
+        description="Jaccard of word pairs from which the later row goes; null: only exact "
         "duplicates",
     )
     evaluation: list[SourceConfig] = Field(
@@ -93,7 +93,7 @@ class PromptsConfig(BaseModel):
     )
     record: dict[str, str] = Field(
         default={},
-        description="what the card says of the processing, as HEADING: TEXT: operator, purpose, "
+        description="facts of the processing for the card, HEADING: TEXT: operator, purpose, "
         "legal basis, retention, erasure, custody of the key",
     )
     damaged: Literal["warn", "error"] = Field(
@@ -104,7 +104,7 @@ class PromptsConfig(BaseModel):
         default=8000, ge=1, description="of user turns and system prompt together"
     )
     max_prompts: int | None = Field(
-        default=None, ge=1, description="stop reading after so many; None reads all"
+        default=None, ge=1, description="stop reading after so many; null: all"
     )
     seed: int = Field(default=0, ge=0, description="of the draws by `match` and `max_prompts`")
     executor: Place = Field("local", description="where the work runs; the result is the same")

@@ -71,7 +71,7 @@ class GenerateConfig(Settings):
     sampling: tuple[Sampling, ...] = Field(
         default=(Sampling(),),
         min_length=1,
-        description="how conversations are sampled, a share each",
+        description="shares of conversations and their sampling",
     )
     answers_per_prompt: int = Field(1, ge=1, description="conversations with each prompt")
     max_batch: int = Field(default=32, ge=1, description="samples that run concurrently")

@@ -262,7 +262,7 @@ class HeadOptions(BaseModel):
     llama.cpp and OpenVINO read a head without them (docs/decisions/training.md).
     draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
     MOST_DRAFT_TOKENS. draft_tokens: a file that says which (`train.start.given_vocabulary`); None
-    counts the answers. sliding_window: see `HeadConfig`.
+    counts the answers. sliding_window: in last tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
