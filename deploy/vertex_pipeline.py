@@ -1,8 +1,8 @@
 """The refresh of docs/production.md as a Vertex AI pipeline: `python deploy/vertex_pipeline.py
 refresh.json` compiles it.
 
-Needs kfp 2.17 (`pip install "eyas[vertex]"`), in an environment of its own: kfp pins versions of
-requests, urllib3 and protobuf that other packages have left behind. Then, with
+Needs kfp 2.17 (`pip install --group vertex`) in its own environment: kfp pins old versions of
+requests, urllib3 and protobuf. Then, with
 google-cloud-aiplatform:
 
     PipelineJob(display_name="refresh", template_path="refresh.json", parameter_values={

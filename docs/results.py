@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,231 +25,231 @@ FOLDER = Path(__file__).with_name("results")
 PAGE = Path(__file__).with_name("results.md")
 PICTURE = Path(__file__).with_name("concurrency.svg")
 COLOURS = Path(__file__).parents[1] / "eyas" / "house.css"
-INTRODUCTION = """# Results
-
-What eyas promises, and what was measured. The model is SmolLM2-135M-Instruct (`smollm2`, from its
-Q4_1 file) with its packaged head, greedy, unless a line says otherwise; rows older than 2026-11-26
-had the packaged head before this one. Arms are interleaved in one run; figures are medians,
-intervals 95 %. tau is tokens per round. A chain proposes one continuation, a tree several: the
-default tree has 6 steps and 3 branches, of which the 12 likeliest drafts are checked. The clock of
-these virtual machines varies by a third within an hour: compare within a row, not between rows.
-What was tried on the way, failures included, is in [experiments](experiments/README.md). Some
-commands read public data sets that are not part of the repository.
-"""
+INTRODUCTION = (
+    "# Results\n\n"
+    "What was measured, one table a question. Unless a table says otherwise the model is "
+    "SmolLM2-135M-Instruct (`smollm2`, from its Q4_1 file) with its packaged head, greedy. That "
+    "head is of 2026-11-26; runs of earlier dates used an older one. Arms take turns within one "
+    "run. Figures are medians, intervals 95 %. tau is the mean number of tokens per round. A "
+    "chain proposes one continuation, a tree several; the default tree, fixed(6,3,12), has 6 "
+    "steps and 3 branches, and its 12 likeliest drafts are verified. The clocks of these "
+    "virtual machines vary by a third within an hour, so compare figures within a row, not "
+    "between rows. [Experiments](experiments/README.md) has what we tried, failures included. "
+    "Some commands read public data sets that are not part of the repository.\n"
+)
 LEFT_OF_KEY = 60  # SVG units
 ONE_B = "llama-1b-Q4_K_M"
+CHAIN, TREE = "fixed(5,1,6)", "fixed(6,3,12)"
+LOADS = (1, 4, 16, 64)
 Figures = dict[str, Any]
-Row = tuple[str, str, Callable[[Figures], str]]  # promise, file in results/, its figure in words
+Cells = tuple[str, ...]
+Row = tuple[str, str, Callable[[Figures], Cells]]  # its name, file in results/, its cells
+Table = tuple[str, str, list[Row]]  # question, names of the columns, rows
 
 
-def number(value: float, digits: int = 2) -> str:
-    return f"{value:,.{digits}f}"
+def within(value: float, interval: list[float] | None) -> str:
+    ends = "" if interval is None else f" ({interval[0]:.2f}-{interval[1]:.2f})"
+    return f"{value:.2f}{ends}"
 
 
-def within(value: float, interval: list[float] | None, digits: int = 2) -> str:
-    ends = "" if interval is None else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
-    return f"{value:.{digits}f}{ends}"
-
-
-def same(figures: Figures) -> str:
+def same(figures: Figures) -> Cells:
     return (
-        f"{figures['identical']} of {figures.get('of', figures['prompts'])} identical, "
-        f"{figures['preemptions']} preemptions, {figures['cancelled']} cancelled"
+        f"{figures['identical']} of {figures.get('of', figures['prompts'])}",
+        *(str(figures[name]) for name in ("preemptions", "cancelled")),
+        str(figures.get("swaps", 0)),
     )
 
 
-def swapped(figures: Figures) -> str:
-    return f"{same(figures)}, {figures['swaps']} swaps"
-
-
-def tau(group: str, task: str = "all") -> Callable[[Figures], str]:
-    def told(figures: Figures) -> str:
+def tau(group: str, task: str = "all") -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
         by_tree = next(iter(figures["tau"].values()))[group]
-        chain, tree = (by_tree[name][task] for name in ("fixed(5,1,6)", "fixed(6,3,12)"))
-        shown = [within(one["tau"], one["interval"]) for one in (chain, tree)]
-        return f"{shown[0]}; **{shown[1]}**"
+        found = (by_tree[name][task] for name in (CHAIN, TREE))
+        return tuple(within(one["tau"], one["interval"]) for one in found)
 
-    return told
+    return cells
 
 
-def speedup(requests: int, arm: str = "auto") -> Callable[[Figures], str]:
-    def told(figures: Figures) -> str:
+def beside_plain(requests: int, arm: str = "auto") -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
         row = figures["by_concurrency"][str(requests)]
         plain, own = row["plain"], row[arm]
-        times = (
-            "no difference" if own["speedup"] is None else within(own["speedup"], own["interval"])
-        )
-        return (
-            f"{times} times per token; tokens/s {plain['tokens_per_s']} -> {own['tokens_per_s']}; "
-            f"{own['identical']} identical"
-        )
+        times = "-" if own["speedup"] is None else within(own["speedup"], own["interval"])
+        tau = "-" if own["tau"] is None else f"{own['tau']:.2f}"
+        speeds = (f"{one['tokens_per_s']}" for one in (plain, own))
+        return (times, *speeds, tau, own["identical"])
 
-    return told
+    return cells
 
 
-def plainly(arm: str) -> Callable[[Figures], str]:
-    def told(figures: Figures) -> str:
-        row = figures["by_concurrency"]["1"]
-        plain, own = row["plain"], row[arm]
-        tau = "" if own["tau"] is None else f", tau {own['tau']}"
-        return (
-            f"tokens/s {plain['tokens_per_s']} -> {own['tokens_per_s']}{tau}; "
-            f"{own['identical']} identical"
-        )
-
-    return told
-
-
-def peers(section: str, *engines: str) -> Callable[[Figures], str]:
-    return lambda figures: ", ".join(
-        f"{name} {figures[section][name]['tokens_per_second']:,.0f}" for name in engines
+def peers(section: str, *engines: str) -> Callable[[Figures], Cells]:
+    return lambda figures: tuple(
+        f"{figures[section][name]['tokens_per_second']:,.0f}" if name else "" for name in engines
     )
 
 
-def engine(name: str, speculation: str) -> Callable[[Figures], str]:
-    def told(figures: Figures) -> str:
+def engine(name: str, speculation: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
         row = next(
             one
             for one in figures["rows"]
             if (one["engine"], one["speculation"], one["fault"]) == (name, speculation, "")
         )
-        return (
-            f"{row['equal']} of {row['answers']} answers the target's own; tau {row['tau']:.2f}, "
-            f"`eyas eval` said {row['foretold']:.2f}"
-        )
+        equal = f"{row['equal']} of {row['answers']}"
+        return equal, f"{row['tau']:.2f}", f"{row['foretold']:.2f}"
 
-    return told
+    return cells
 
 
-def recall(figures: Figures) -> str:
-    rows = [figures["eyas"]["recall"][name] for name in ("by patterns", "names")]
-    rows.append(figures["eyas"]["recall"]["addresses and places"])
-    return ", ".join(f"{row['share']:.3f} of {row['of']}" for row in rows)
+def recall(name: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
+        row = figures["eyas"]["recall"][name]
+        return (f"{row['share']:.3f} of {row['of']} found",)
+
+    return cells
 
 
-def checked(figures: Figures) -> str:
+def checked(figures: Figures) -> Cells:
     complaints = len(figures["reported_on_sound_heads"])
     return (
-        f"{figures['found']} of {figures['faults']} planted faults found; a complaint about "
-        f"{complaints} of {figures['sound_heads']} sound heads"
+        f"{figures['found']} of {figures['faults']} faults found; complaints about "
+        f"{complaints} of {figures['sound_heads']} sound heads",
     )
 
 
-def gaps(figures: Figures) -> str:
-    alone, at_once = figures["longest_alone"], figures["longest_at_once"]
-    return (
-        f"{alone['stream_ms'][0]:.0f} ms with one hostile request at a time, "
-        f"{at_once['stream_ms']:.0f} ms with eight"
-    )
-
-
-def masks(figures: Figures) -> str:
+def masks(figures: Figures) -> Cells:
     rows = figures["equal"] + figures["different"]
     return (
-        f"{figures['equal']} of {rows} equal, {figures['refused']} refused; on "
+        f"{figures['equal']} of {rows} equal, {figures['refused']} refused; of "
         f"{figures['rows'] * len(figures['tokenizers']):,} real conversations "
-        f"{sum(one['wrong'] for one in figures['tokenizers'])} wrong"
+        f"{sum(one['wrong'] for one in figures['tokenizers'])} wrong",
     )
 
 
-def beside_llama(shape: str, format: str) -> Callable[[Figures], str]:
-    def told(figures: Figures) -> str:
+def beside_llama(shape: str, format: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
         own = figures["files"][f"{shape}-{format}"]["plain"]
         theirs = next(one for name, one in own.items() if name.startswith("llama.cpp"))
         return (
-            f"decoding {number(own['decoding'], 1)}, llama.cpp {number(theirs['decoding'], 1)} "
-            f"(**{theirs['ratio_decoding']:.2f}**); prompts of 512 {number(own['prompt'], 0)}, "
-            f"llama.cpp {number(theirs['prompt'], 0)} (**{theirs['ratio_prompt']:.2f}**); "
-            f"{own['share_of_reading']:.2f} of the speed of reading the weights"
+            *(f"{one['decoding']:.1f}" for one in (own, theirs)),
+            f"**{theirs['ratio_decoding']:.2f}**",
+            *(f"{one['prompt']:,.0f}" for one in (own, theirs)),
+            f"**{theirs['ratio_prompt']:.2f}**",
+            f"{own['share_of_reading']:.2f}",
         )
 
-    return told
+    return cells
 
 
-def opened(figures: Figures) -> str:
+def opened(figures: Figures) -> Cells:
     one = figures["files"]["llama-8b-Q4_K_M"]
     own, file = one["plain"]["memory_mb"]["peak"] / 1000, one["megabytes"] / 1000
-    return f"{one['opening_s']:.1f} s; {own:.1f} GB, of which the file is {file:.1f}"
+    return f"{one['opening_s']:.1f}", f"{own * 1000:,.0f} (the file has {file * 1000:,.0f})", "-"
 
 
-def in_rows(file: str) -> Callable[[Figures], str]:
-    return lambda figures: ", ".join(
-        f"{count}: {figures['files'][file]['rows']['in_rows'][count]:.2f}"
-        for count in ("4", "8", "16", "32")
-    )
+def started(engine: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
+        one = figures[engine]
+        return f"{one['ready_s']:.1f}", f"{one['ready_mb']:.0f}", f"{one['after_mb']:.0f}"
+
+    return cells
 
 
-def with_head(figures: Figures) -> str:
-    found, tree = figures["files"]["body-1b-Q4_K_M"]["head"], "fixed(6,3,12)"
-    return (
-        f"times plain per token: the default tree {found['speedup'][tree]:.2f} (tau "
-        f"{found['tau'][tree]:.2f}), trees as the policy chooses them "
-        f"**{found['speedup']['auto']:.2f}** (tau {found['tau']['auto']:.2f})"
-    )
+def in_rows(figures: Figures) -> Cells:
+    found = figures["files"][ONE_B]["rows"]["in_rows"]
+    return tuple(f"{found[count]:.2f}" for count in ("4", "8", "16", "32"))
 
 
-def started(figures: Figures) -> str:
-    return "; ".join(
-        f"{name} {one['ready_s']:.1f} s, {one['ready_mb']:.0f} MB, {one['after_mb']:.0f} MB after "
-        "an answer"
-        for name, one in figures.items()
-    )
+def with_head(arm: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
+        found = figures["files"]["body-1b-Q4_K_M"]["head"]
+        return f"{found['speedup'][arm]:.2f}", f"{found['tau'][arm]:.2f}"
+
+    return cells
 
 
-def killed(figures: Figures) -> str:
-    return f"{figures['rows']:,} answers, the same bytes after {figures['kills']} kills"
-
-
-def codec(figures: Figures) -> str:
+def codec(figures: Figures) -> Cells:
     kept = figures["codecs"]["within4"]
-    return f"{kept['share_of_bf16']:.3f}; {kept['tau_to_lossless']:.3f}"
+    return (f"{kept['share_of_bf16']:.3f}; {kept['tau_to_lossless']:.3f}",)
 
 
-def storm(figures: Figures) -> str:
+def storm(figures: Figures) -> Cells:
     memory = "flat" if figures["memory_is_flat"] else "growing"
-    return f"{figures['requests']:,} requests, {figures['failures']} failures, memory {memory}"
+    return (f"{figures['requests']:,} requests, {figures['failures']} failures, memory {memory}",)
 
 
-def on_gpu(load: int) -> Callable[[Figures], str]:
-    def told(figures: Figures) -> str:
-        rows = [row for row in figures["rows"] if row["load"] == load]
-        return ", ".join(
-            f"{row['name']} {row['tpot_ms']:.2f} ms ({row['output_tokens_per_s']:,}/s"
-            + (f", tau {row['tau']}, `eyas eval` {row['foretold_tau']})" if "tau" in row else ")")
-            for row in rows
+def on_gpu(name: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
+        rows = {row["load"]: row for row in figures["rows"] if row["name"] == name}
+        taus = rows[1].get("tau"), rows[1].get("foretold_tau")
+        return (
+            *("-" if one is None else f"{one:.2f}" for one in taus),
+            *(
+                f"{rows[load]['tpot_ms']:.2f} ms, {rows[load]['output_tokens_per_s']:,}/s"
+                for load in LOADS
+            ),
         )
 
-    return told
+    return cells
 
 
-TABLES: list[tuple[str, list[Row]]] = [
+SIZES = {
+    "sizes_avx2": (
+        ("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"),
+        ("smollm2", "135 M", "Q4_K_M Q4_0 Q8_0"),
+    ),
+    "sizes_large": (
+        ("llama-3b", "3 B", "Q4_K_M"),
+        ("qwen3-4b", "Qwen3 4 B", "Q4_K_M"),
+        ("qwen3-moe", "Mixture of experts, 5 GB", "Q4_K_M"),
+        ("llama-8b", "8 B", "Q4_K_M"),
+    ),
+    "sizes_amx": (
+        ("llama-1b", "1 B", "Q4_K_M Q4_0"),
+        ("llama-3b", "3 B", "Q4_K_M"),
+        ("llama-8b", "8 B", "Q4_K_M"),
+    ),
+}
+SIZES_ON = {"sizes_avx2": "AVX2", "sizes_large": "AVX2", "sizes_amx": "AMX"}
+
+
+def sizes(*files: str) -> list[Row]:
+    return [
+        (f"{of}, {format}, {SIZES_ON[file]}", file, beside_llama(shape, format))
+        for file in files
+        for shape, of, formats in SIZES[file]
+        for format in formats.split()
+    ]
+
+
+BESIDE_LLAMA = (
+    "model and format, decoding: eyas, llama.cpp, ratio, prompts of 512: eyas, llama.cpp, ratio, "
+    "decoding by the speed of reading the weights"
+)
+BESIDE_PLAIN = "times as fast, plain tokens/s, eyas tokens/s, tau, identical answers"
+TABLES: list[Table] = [
     (
-        "Are outputs unchanged?",
+        "Do speculation, batching and preemption change an answer?",
+        "answers, identical to plain decoding, preemptions, cancelled, changes of head",
         [
-            ("Greedy answers under stress, bf16", "identity_bf16", same),
-            ("The same from the 4-bit file", "identity_packed", same),
-            ("Answers sampled with seeds, bf16", "identity_sampled", same),
-            ("From the 4-bit file, while two heads take turns", "identity_swap", swapped),
-            ("Good, cancelled, bad and flooding requests over HTTP", "storm", storm),
+            ("Greedy, bf16", "identity_bf16", same),
+            ("Greedy, the 4-bit file", "identity_packed", same),
+            ("Sampled with seeds, bf16", "identity_sampled", same),
+            ("Greedy, the 4-bit file, two heads in turns", "identity_swap", same),
         ],
     ),
     (
-        "What do head and text gain over plain decoding?",
-        [(f"{n} at a time, nine kinds of prompts", "concurrency", speedup(n)) for n in (1, 4, 8)],
-    ),
-    (
-        "Another model: Gemma 3 270M (base, its Q4_K_M file), a head made here from 1,598 texts",
+        "How much faster are requests with the head and text drafts? (nine kinds of prompts; "
+        "Gemma: base model, Q4_K_M, a head that we trained on 1,598 texts)",
+        f"model and requests at a time, {BESIDE_PLAIN}",
         [
-            (
-                "Head and text, 1 at a time: the text's drafts alone are used",
-                "gemma3",
-                plainly("auto"),
-            ),
-            ("The head alone", "gemma3", plainly("head")),
+            *((f"SmolLM2, {n} at a time", "concurrency", beside_plain(n)) for n in (1, 4, 8)),
+            ("Gemma 3 270M, 1 at a time: only text drafts were used", "gemma3", beside_plain(1)),
+            ("Gemma 3 270M, 1 at a time: the head alone", "gemma3", beside_plain(1, "head")),
         ],
     ),
     (
-        "How many tokens does a round give? (chain of 5; default tree)",
+        "How many tokens does a round give?",
+        "prompts, tau: chain of 5, tau: default tree",
         [
             ("Spec-Bench, six tasks", "tau", tau("Spec-Bench")),
             ("Dialogues", "tau", tau("other sets", "dialogues")),
@@ -258,62 +258,52 @@ TABLES: list[tuple[str, list[Row]]] = [
     ),
     (
         "How fast is plain decoding beside other engines? (tokens/s)",
+        "work, eyas, llama.cpp, vLLM",
         [
             (
                 "One request, the Q4_1 file",
                 "peers",
-                peers("plain", "eyas packed", "llama.cpp, file as it is"),
+                peers("plain", "eyas packed", "llama.cpp, file as it is", ""),
             ),
             ("One request, bf16", "peers", peers("plain", "eyas", "llama.cpp", "vLLM")),
             (
-                "Prompts of 512, Q4_1",
+                "Prompts of 512 tokens, Q4_1",
                 "peers",
-                peers("prompts", "eyas packed", "llama.cpp, file as it is"),
+                peers("prompts", "eyas packed", "llama.cpp, file as it is", ""),
             ),
-            ("64 prompts, 32 at a time, bf16", "peers", peers("together", "eyas", "vLLM")),
+            ("64 prompts, 32 at a time, bf16", "peers", peers("together", "eyas", "", "vLLM")),
         ],
     ),
     (
-        "At the sizes and in the formats that people run, without AVX-512? (tokens/s)",
+        "And at usual sizes and formats? (tokens/s)",
+        BESIDE_LLAMA,
+        sizes("sizes_avx2", "sizes_large", "sizes_amx"),
+    ),
+    (
+        "How long does a forward of several rows take, by one of one row? (1 B, Q4_K_M)",
+        "processor, 4 rows, 8, 16, 32",
+        [("AVX2", "sizes_avx2", in_rows), ("AMX", "sizes_amx", in_rows)],
+    ),
+    (
+        "How soon is a model ready, and in how much memory?",
+        "model, seconds, MB, MB after an answer",
         [
-            (f"{of}, {format}", "sizes_avx2", beside_llama(shape, format))
-            for shape, of in (("llama-1b", "1 B"), ("smollm2", "135 M"))
-            for format in ("Q4_K_M", "Q4_0", "Q8_0")
-        ]
-        + [
-            (f"{of}, Q4_K_M", "sizes_large", beside_llama(shape, "Q4_K_M"))
-            for shape, of in (
-                ("llama-3b", "3 B"),
-                ("qwen3-4b", "Qwen3 4 B"),
-                ("qwen3-moe", "Mixture of experts, 5 GB"),
-                ("llama-8b", "8 B"),
-            )
-        ]
-        + [
-            ("8 B, Q4_K_M: as it is opened again, and memory", "sizes_large", opened),
-            ("1 B, Q4_K_M: a forward of n rows by one of one", "sizes_avx2", in_rows(ONE_B)),
-            ("Server ready with SmolLM2's file: seconds, memory", "starts", started),
+            ("SmolLM2's file, eyas", "starts", started("eyas")),
+            ("SmolLM2's file, llama.cpp", "starts", started("llama.cpp")),
+            ("8 B, Q4_K_M, eyas, opened a second time", "sizes_large", opened),
         ],
     ),
     (
-        "The same with AMX? (tokens/s)",
+        "What does a head gain at 1 B? (Q4_K_M, Spec-Bench; SmolLM2 and its head, padded by zeros)",
+        "drafts, speed relative to plain decoding, tau",
         [
-            (f"{of}, {format}", "sizes_amx", beside_llama(shape, format))
-            for shape, of, format in (
-                ("llama-1b", "1 B", "Q4_K_M"),
-                ("llama-1b", "1 B", "Q4_0"),
-                ("llama-3b", "3 B", "Q4_K_M"),
-                ("llama-8b", "8 B", "Q4_K_M"),
-            )
-        ]
-        + [("1 B, Q4_K_M: a forward of n rows by one of one", "sizes_amx", in_rows(ONE_B))],
-    ),
-    (
-        "What does a head gain at a larger size? (bodies: SmolLM2 and its head, padded with zeros)",
-        [("Spec-Bench, a body of 1 B in Q4_K_M", "body", with_head)],
+            ("default tree", "body", with_head(TREE)),
+            ("trees that the policy chooses", "body", with_head("auto")),
+        ],
     ),
     (
         "Do other engines read our heads right?",
+        "engine and drafts, answers equal to the target's, tau there, tau by `eyas eval`",
         [
             ("vLLM, chain", "engines", engine("vLLM", "fixed(4,1,5)")),
             (
@@ -332,26 +322,52 @@ TABLES: list[tuple[str, list[Row]]] = [
     ),
     (
         "Are data, features and heads right?",
+        "what, figure",
         [
+            ("Mail, card, phone and account numbers", "privacy", recall("by patterns")),
+            ("Names in English text", "privacy", recall("names")),
+            ("Addresses and places in it", "privacy", recall("addresses and places")),
+            ("Loss masks compared with the recorded ones, by template", "masks", masks),
             (
-                "Recall in English text, every kind searched: mail, card, phone, account numbers; "
-                "names; places",
-                "privacy",
-                recall,
+                "Answers after `kill -9` at random moments",
+                "generate",
+                lambda figures: (
+                    f"{figures['rows']:,} answers, the same bytes after {figures['kills']} kills",
+                ),
             ),
-            ("Loss masks against those on record, by template", "masks", masks),
-            ("Answers after `kill -9` at random moments", "generate", killed),
-            ("Features: bytes by those of bf16; tau by that of lossless ones", "codecs", codec),
-            ("`eyas check`", "faults", checked),
+            (
+                "Features: bytes relative to bf16; tau relative to lossless ones",
+                "codecs",
+                codec,
+            ),
+            ("Planted faults, `eyas check`", "faults", checked),
         ],
     ),
     (
-        "And on a GPU? A model of 135 M is too small to gain (TPOT by draft steps-branches-nodes)",
-        [(f"{load} at a time", "gpu_smollm2", on_gpu(load)) for load in (1, 4, 16, 64)],
+        "And on a GPU? A model of 135 M is too small to gain (median TPOT, tokens/s of all)",
+        "drafts: steps-branches-nodes, tau, tau by `eyas eval`, "
+        "1 request, 4 requests, 16 requests, 64 requests",
+        [
+            (name, "gpu_smollm2", on_gpu(name))
+            for name in ("plain", "5-4-16", "5-4-8", "3-1-4", "5-4-16 no overlap")
+        ],
     ),
     (
-        "What can a request do to the others?",
-        [("Longest gap in a neighbour's stream", "hostile", gaps)],
+        "Can one client harm the others?",
+        "what, figure",
+        [
+            ("Good, cancelled, bad and flooding requests over HTTP", "storm", storm),
+            (
+                "Longest gap in a stream beside one hostile request",
+                "hostile",
+                lambda figures: (f"{figures['longest_alone']['stream_ms'][0]:.0f} ms",),
+            ),
+            (
+                "Longest gap in a stream beside eight",
+                "hostile",
+                lambda figures: (f"{figures['longest_at_once']['stream_ms']:.0f} ms",),
+            ),
+        ],
     ),
 ]
 
@@ -374,26 +390,33 @@ def add(name: str, command: list[str]) -> None:
 
 def page() -> str:
     """The page; a row whose file is missing is left out."""
-    lines, notes, used = [INTRODUCTION], [], {}
-    for question, rows in TABLES:
-        found = [(promise, name, told) for promise, name, told in rows if path(name).exists()]
+    lines, named = [INTRODUCTION], set[str]()
+    for question, columns, rows in TABLES:
+        found = {
+            name: json.loads(path(name).read_text()) for _, name, _ in rows if path(name).exists()
+        }
         if not found:
             continue
-        lines += [f"## {question}", "", "| what | figure | command |", "|---|---|---|"]
-        for promise, name, told in found:
-            kept = used.setdefault(name, json.loads(path(name).read_text()))
-            lines.append(f"| {promise} | {told(kept['figures'])} | `{kept['command']}` |")
-        lines.append("")
-    for name, kept in sorted(used.items()):
-        where = f"{kept['machine']['processor']}, {kept['machine']['cores']} cores"
-        note = f"; {kept['note']}" if "note" in kept else ""
-        notes.append(f"- {name}: {kept['date']}, {where}{note}")
-    lines += ["## When and where", "", *notes, "", "## What was not measured", ""]
+        names = columns.split(", ")
+        lines += [f"## {question}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        for label, name, cells in rows:
+            if name in found:
+                lines.append(f"| {' | '.join((label, *cells(found[name]['figures'])))} |")
+        lines += ["", "; ".join(source(name, one, named) for name, one in found.items()) + ".", ""]
+        named |= set(found)
     lines.append(
-        "No target of a size that gains by a head was served on a GPU: `python "
+        "A target of a size that gains by a head was not yet served on a GPU: `python "
         "benchmarks/gpu/serve.py --body 8b` does it ([on GPUs](gpu.md))."
     )
     return "\n".join(lines) + "\n"
+
+
+def source(name: str, kept: Figures, named: Container[str]) -> str:
+    """The command of a file, with its day, machine and note where they are not named above."""
+    where = f"{kept['date']}, {kept['machine']['processor']}, {kept['machine']['cores']} cores"
+    note = f"; {kept['note']}" if "note" in kept else ""
+    details = "above" if name in named else f"{where}{note}"
+    return f"`{kept['command']}` ({details})"
 
 
 def picture() -> str:

@@ -20,14 +20,14 @@ from eyas.cli.options import meaning, plain
 PAGE = Path(__file__).with_name("settings.md")
 INTRODUCTION = """# Settings
 
-Every setting of every stage, from the models that check them (`python docs/settings.py`). A run
-file has a section for each stage, `-s name=value` of a command changes one, and `eyas.train(...)`
-and `eyas.evaluate(...)` take them as arguments. A name with points stands in a section of its own:
-`-s batches.tokens=4096`, `batches={"tokens": 4096}`. One with `[]` belongs to each entry of a list;
-entries of the same kind are listed once. [runs/example.yaml](../runs/example.yaml) is a run file to
-copy.
+All settings of all stages, written from the code by `python docs/settings.py`. A run file has a
+section for each stage; `-s name=value` changes one setting of a command; `eyas.train(...)` and
+`eyas.evaluate(...)` take settings as arguments. A dot separates a section from its setting:
+`-s batches.tokens=4096`, `batches={"tokens": 4096}`. `[]` marks a setting of each entry of a list;
+entries of the same kind are listed once. Copy [runs/example.yaml](../runs/example.yaml) to begin a
+run file.
 """
-HEAD = "\n| setting | default | values | |\n|---|---|---|---|\n"
+HEAD = "\n| setting | default | values | meaning |\n|---|---|---|---|\n"
 TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
 BOUNDS = (("minimum", "from"), ("exclusiveMinimum", "above"))
 BOUNDS += (("maximum", "to"), ("exclusiveMaximum", "below"))

@@ -1,10 +1,10 @@
-"""Raise an EAGLE-3 draft head for a target, prove it, and decode faster without changing an output.
+"""Train an EAGLE-3 draft head for a target, measure it, decode faster without changing an output.
 
     with eyas.load("smollm2", head="smollm2") as llm:
         print(llm.chat("Why is the sky blue?", max_tokens=64, temperature=0))
 
-Importing this loads nothing: a name's module is imported when the name is first used. The commands
-call the same functions. What the names are stands in __init__.pyi for type checkers.
+A name's module is imported when the name is first used; __init__.pyi has the types. The commands
+call the same functions.
 """
 
 from importlib import import_module
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "zstandard"):
             raise
-        what = f"eyas.{name} needs {error.name}: pip install 'eyas[train]'"
+        what = f"eyas.{name} needs {error.name}: {import_module('eyas.errors').extra('train')}"
         raise ModuleNotFoundError(what, name=error.name) from error
 
 

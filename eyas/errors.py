@@ -53,6 +53,11 @@ class TemplateError(InputError):
     pass
 
 
+def extra(name: str) -> str:
+    """The command that adds an extra; pip takes the installed eyas, a checkout's or a wheel's."""
+    return f"pip install 'eyas[{name}]'"
+
+
 # for a base model, which continues plain text
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 
@@ -70,7 +75,7 @@ class CorruptError(InputError):
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise CorruptError for a file of Git LFS that was never fetched: a few lines in its place."""
+    """Raise CorruptError for a file of Git LFS that was never fetched."""
     with suppress(OSError), path.open("rb") as stream:
         if stream.read(20) == b"version https://git-":
             what = f"{path} is a pointer of Git LFS, and not the file itself"

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from multiprocessing.queues import SimpleQueue
 from typing import Any, Literal, Protocol, Self
 
-from eyas.errors import ConfigError, EyasError
+from eyas.errors import ConfigError, EyasError, extra
 
 log = logging.getLogger(__name__)
 Place = Literal["local", "ray"]
@@ -212,7 +212,7 @@ class RayExecutor:
         if find_spec("ray") is None:
             raise ConfigError(
                 "executor: ray is not installed",
-                "pip install 'eyas[ray]', or take `executor: local`",
+                f"{extra('ray')}, or take `executor: local`",
             )
         # Ray reads these at import: report to no one, hide no accelerator from other programs.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,4 +1,4 @@
-"""Names of models: from any name of a target or a head to a folder on this machine.
+"""Names of targets and heads, and the folder on this machine that each stands for.
 
     builtin, smollm2    a model in a package (PACKAGED)
     OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded

@@ -1,6 +1,4 @@
-"""Object stores: what is asked again, and what a person has to mend, reported at once in the
-store's own words.
-"""
+"""Object stores: what is asked again, and what a person has to mend, in the store's own words."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from eyas.errors import EyasError, InputError, StorageFullError
+from eyas.errors import EyasError, InputError, StorageFullError, extra
 
 log = logging.getLogger(__name__)
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError)
-MISTAKES = (  # errors of code: asking again does not help
+MISTAKES = (  # in code: asking again is no remedy
     TypeError,
     AttributeError,
     LookupError,
@@ -76,7 +74,7 @@ def open_store(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise InputError(
             f"{url} cannot be opened: {error}",
-            "check the URL; install eyas[gcs] for gs://, eyas[s3] for s3://",
+            f"check the URL; for gs:// {extra('gcs')}, for s3:// {extra('s3')}",
         ) from error
     return (store if isinstance(store, LocalFileSystem) else Persistent(store, url)), path
 

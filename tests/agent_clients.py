@@ -2,7 +2,7 @@
 
     python tests/agent_clients.py URL MODEL [CLIENT ...]
 
-It needs no eyas, only the clients (`pip install eyas[clients]`). For each it prints a line of JSON:
+It needs the clients alone (`pip install --group clients`). For each it prints a line of JSON:
 what the agent called and said, and the bodies that the client sent.
 """
 

@@ -42,22 +42,20 @@ EVAL = EvalConfig(trees=(SPECULATION,), temperatures=(0.0,), max_tokens=6, num_d
 OPTION = "with an option that the command on the head's card has."
 INTRODUCTION = """# Architectures
 
-What runs with which model. `python -m tests.test_architectures` writes this page; every row is run
-as a test, on a small model of the architecture with random weights.
+Which stages and engines run with which model. `python -m tests.test_architectures` writes this
+page; a test runs every row on a small model with random weights.
 
-A model is **trained for** when these stages run: a server of the model answers (`eyas generate
---server URL`: vLLM or SGLang), transformers computes its hidden states (`eyas capture`), and the
-head is trained, evaluated (trees along the model's own answers), exported and checked. Our **own
-engine** also answers, captures and serves without a server; its output is the same with a head and
-without. A model that it does not run is refused in one error that says so.
+**Trained for** means that these stages run: a server answers (`eyas generate --server URL`: vLLM or
+SGLang), transformers computes hidden states (`eyas capture`), and the head is trained, evaluated
+(trees along the model's own answers), exported and checked. Our **own engine** also answers,
+captures and serves without a server, with the same output as without a head; it refuses any other
+model.
 
-A model that is not here may run too: anything that transformers loads as a language model of seven
-or more layers is tried, and what the hooks see is compared with the model's own logits first. Let
-it answer ten prompts and capture these before it answers all.
+Other models may run too: eyas tries any language model of seven or more layers that transformers
+loads, and first compares the captured states with the model's own logits. Begin with ten prompts.
 
-The last columns are the engines that serve such a target with an EAGLE-3 head, as their sources
-say. Where there is none, the head is measured here and waits for a newer version; `eyas export` and
-`eyas check` say so too.
+The last columns list the engines that serve such a target with an EAGLE-3 head, as read in their
+sources. If there is none, the head can be measured here, and `eyas export` and `eyas check` say so.
 
 """
 

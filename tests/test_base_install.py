@@ -4,10 +4,13 @@ be imported.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
 import pytest
+
+from eyas.errors import extra
 
 WITHOUT = """
 import sys
@@ -63,3 +66,13 @@ def test_a_command_that_needs_more_says_what(name):
     done = run(COMMAND, name, "--help")
     lines = f"error: eyas {name} needs PyTorch\n  -> pip install 'eyas[train]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", lines)
+
+
+@pytest.mark.parametrize("name", ["train", "servers", "hub", "large"])
+def test_the_command_for_an_extra_needs_no_index_to_find_eyas(name):
+    words = shlex.split(extra(name).removeprefix("pip "))
+    command = [sys.executable, "-m", "pip", *words, "--dry-run", "--no-index", "--no-deps"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"already satisfied: eyas[{name}]" in done.stdout
+    assert "does not provide the extra" not in done.stdout + done.stderr

@@ -19,7 +19,7 @@ from eyas.export.card import prometheus_rules
 from eyas.export.engines import Launch
 from tests.test_deploy import amount
 
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the extra dev has it")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the group `dev` has it")
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())

@@ -593,7 +593,8 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     }
     made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
     text = card_of(tmp_path / "export")
-    assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
+    assert "tau 3.50 (95 %: 3.25-3.75) on held-out answers" in text
+    assert "own included) with `fixed(4,4,16)`.\n" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
     assert "| fixed(4,4,16) | 0.00 | 3.50 | 3.25-3.75 | 60 | 900 | 4 | 4 | 16 |" in text
     assert "Measured in bfloat16; **the commands above serve in float32**" in text
@@ -602,7 +603,7 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "accept_hist: 5, 3, 2\n" in text
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
     assert {one.dataset_name: one.metric_value for one in card.data.eval_results} == {
-        "all held-out answers": 2.718,
+        "all held-out answers": 3.5,
         "sgd": 3.0,
         "gsm8k": 2.0,
     }

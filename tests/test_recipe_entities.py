@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-pytest.importorskip("faker", reason="needs eyas[recipes]")
+pytest.importorskip("faker", reason="needs the group `recipes`")
 from recipes import entities
 from recipes.entities import PERSON, Country, Writer, is_held_back
 from tests.source_rows import SHARED

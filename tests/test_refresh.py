@@ -25,7 +25,7 @@ from tests.tiny_head import head_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = yaml.safe_load((ROOT / "runs/refresh.yaml").read_text())
-# an environment with `eyas[vertex]`: kfp's pins do not fit beside ours
+# an environment with the group `vertex`: kfp's pins do not fit beside ours
 KFP_PYTHON = os.environ.get(
     "EYAS_KFP_PYTHON", sys.executable if importlib.util.find_spec("kfp") else ""
 )

@@ -3,7 +3,7 @@ bodies that these clients sent, which stay a test where none of them is installe
 
     EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     asks and keeps the bodies anew
 
-PYTHON has the clients (`pip install eyas[clients]`), in an environment of its own or in this one.
+PYTHON has the clients (`pip install --group clients`), in its own environment or this one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_an_agent_takes_three_turns(url, client):
     the tools' schemas allow.
     """
     if subprocess.run([PYTHON, "-c", f"import {CLIENTS[client]}"], capture_output=True).returncode:
-        pytest.skip("pip install eyas[clients]")
+        pytest.skip("pip install --group clients")
     told = run(url, client)
     assert len(told["bodies"]) >= 3
     called = [step for step in told["steps"] if "called" in step]

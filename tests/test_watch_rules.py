@@ -23,7 +23,7 @@ from eyas.export.card import prometheus_rules
 from tests.serving import ask
 from tests.watched_pages import sglang_page, vllm_pages
 
-promql = pytest.importorskip("promql_parser", reason="the extra dev has it")
+promql = pytest.importorskip("promql_parser", reason="the group `dev` has it")
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool is installed here: apt-get install prometheus"

@@ -19,6 +19,7 @@ from eyas.model import library, variants
 from tests.test_native import needs_native
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOT_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 LARGE = ("*.safetensors", "*.gz", "*.egg-info", "__pycache__", "libraries")
 ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 PROGRAM = """
@@ -35,7 +36,7 @@ def source(tmp_path_factory) -> Path:
     """A copy of the checkout without the packaged models."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "eyas", source / "eyas", ignore=shutil.ignore_patterns(*LARGE))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ROOT_FILES:
         shutil.copy(ROOT / name, source)
     return source
 
@@ -69,6 +70,7 @@ def test_it_carries_every_variant_and_the_sources(wheel):
     }
     assert "eyas/model/cpp/eyas.h" in names
     assert "-py3-none-manylinux_2_" in wheel.name
+    assert {"LICENSE", "NOTICE"} <= {Path(name).name for name in names}
     small = sum(
         info.compress_size for info in ZipFile(wheel).infolist() if info.filename in shipped
     )
@@ -91,12 +93,12 @@ def test_the_source_archive_holds_what_the_wheel_holds(wheel, source_archive):
         held = {name.partition("/")[2] for name in archive.getnames()}
     names = {name for name in ZipFile(wheel).namelist() if name.startswith("eyas/")}
     assert not {name for name in names - held if not name.endswith(".so")}
-    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "eyas/__init__.pyi"} <= held
+    assert {*ROOT_FILES, "eyas/__init__.pyi"} <= held
 
 
 @needs_native
 def test_a_package_index_takes_both(wheel, source_archive):
-    pytest.importorskip("twine", reason="twine comes with the extra `dev`")
+    pytest.importorskip("twine", reason="the group `dev` has it")
     command = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(source_archive)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -62,7 +62,7 @@ VERIFICATION = "verify.json"
 class VerifyConfig(Settings):
     """Servers and requests. url: of the server that speculates. plain: a server of the same model
     that does not, eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
-    greedy and seeded. max_tokens: of an answer. temperature: of seeded and sampled answers.
+    greedy and seeded. max_tokens: an answer's. temperature: of seeded and sampled answers.
     num_samples: seeds of each of four prompts. concurrency: requests at a time. seed: of prompts
     and draws. tie_width: of logprobs; null goes by precision.
     """

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from eyas.errors import MissingInputError, refuse_pointer
+from eyas.errors import MissingInputError, extra, refuse_pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _converted(folder: Path) -> TokenizerFiles:
     if find_spec("transformers") is None:
         raise MissingInputError(
             f"{folder} holds {older[0]} and no tokenizer.json",
-            "pip install 'eyas[train]', whose transformers converts it",
+            f"{extra('train')}, whose transformers converts it",
         )
     auto = importlib.import_module("transformers").AutoTokenizer
     tokenizer = auto.from_pretrained(folder, local_files_only=True)

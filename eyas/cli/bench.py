@@ -45,12 +45,12 @@ def command(
     *,
     stated: StageOptions,
 ) -> None:
-    """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible
-    server will do. Prompts: rows of `eyas prompts`, OpenAI's messages or Spec-Bench.
+    """Request the same answers from OpenAI-compatible servers in turns, and compare. Prompts: rows
+    of `eyas prompts`, OpenAI's messages or Spec-Bench.
 
-    Without --against: a server of eyas that has a head is measured with and without it, any other
-    by itself. Writes rows.jsonl, summary.json, report.html and report.md, without --output into
-    out/bench-IDENTITY. EYAS_API_KEY holds the key of servers that want one.
+    Without --against, a server of eyas is measured with its head and without, any other by itself.
+    Writes rows.jsonl, summary.json, report.html and report.md, by default into out/bench-IDENTITY.
+    EYAS_API_KEY is the servers' key.
     """
     only_rates = {"concurrencies": ()} if "rates" in stated.flags else {}
     config = stated.config(BenchConfig, "bench", url=url, **only_rates)
@@ -59,7 +59,7 @@ def command(
     made = None if head is None else Artifact(head).manifest()
     if made is not None and made.stage not in HEADS:
         raise InputError(
-            f"{head} holds {made.stage!r}, no head",
+            f"{head} is an output of {made.stage!r}, not a head",
             "give the output of `eyas export` or `eyas train`",
         )
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"

@@ -24,10 +24,10 @@ def command(
 ) -> None:
     """Store the target's three taps and last hidden state for every token of finished answers.
 
-    Any causal language model that transformers knows can be captured; those that eyas serves, by
-    its own decoder; or by servers (vLLM, SGLang), which are proved on some of the samples first.
-    Workers on a Ray cluster share the work: -s executor=ray -s workers=10.
-    vLLM's files of states are read from a folder that it shares with this process.
+    eyas' own decoder computes them for the models that eyas serves, transformers for any other
+    causal language model. Or servers compute them (vLLM, SGLang), after a proof on some samples;
+    vLLM shares a folder of states with this process. On a Ray cluster: -s executor=ray -s
+    workers=10.
     """
     config = stated.config(CaptureConfig, "capture", target=target)
     artifact = Artifact(output)

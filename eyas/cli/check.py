@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eyas.cli.options import HeadArgument, JsonAlone, TargetOption
-from eyas.errors import ConfigError, EyasError
+from eyas.errors import ConfigError, EyasError, extra
 from eyas.export.check import LEVELS, OWN_ENGINE, CheckFinding, check, exit_code, replayed_by
 from eyas.export.engines import ENGINES
 from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict, why_findings
@@ -42,12 +42,12 @@ def command(
         bool,
         typer.Option(
             "--why",
-            help="find out why it accepts little: replay what may have gone wrong, one at a time",
+            help="find the cause of a low tau: replay common mistakes, one at a time",
         ),
     ] = False,
     as_json: JsonAlone = False,
 ) -> None:
-    """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
+    """Find faults of a head. Exit code 0: none, or notes; 1: warnings; 2: errors."""
     if why and not replay:
         raise ConfigError("--why replays", "leave --no-replay out")
     try:
@@ -77,7 +77,7 @@ def _replayed(
     head: str, target: str, text: Path | None, track: Track, why: bool
 ) -> tuple[list[ReadingScore], str]:
     if importlib.util.find_spec("torch") is None:
-        return [], "it needs PyTorch: pip install 'eyas[train]'"
+        return [], f"it needs PyTorch: {extra('train')}"
     replay = importlib.import_module("eyas.export.replay")
     found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track, why)
     return found

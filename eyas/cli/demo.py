@@ -26,7 +26,7 @@ IN_BLOCKS = ("generate.dtype=auto", "serve.dtype=auto")
 def command(
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="a very small model: shows that all works, not how fast"),
+        typer.Option("--quick", help="use a very small model: a check, not a measurement"),
     ] = False,
     from_nothing: Annotated[
         bool, typer.Option("--from-nothing", help="train a head from new weights")
@@ -35,8 +35,8 @@ def command(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """The whole pipeline on SmolLM2-135M-Instruct, into out/demo: its packaged head on prompts of a
-    domain, then adapted to them, by all stages from prompts to bench.
+    """Measure SmolLM2's packaged head on prompts for SQL, adapt it to them by all stages, and
+    measure it again. Results are in out/demo.
     """
     content = read_run_file(QUICK_SETTINGS if quick else SETTINGS)
     lacks_bf16 = not quick and not HAS_BF16 & processor_features()

@@ -35,14 +35,13 @@ OPTIONAL = {
     "google-cloud-dlp": "personal data by Google Cloud: eyas[dlp]",
     "accelerate": "targets larger than one device: eyas[large]",
     "ray": "`eyas prompts` on several machines: eyas[ray]",
-    "speculators": "conformance of exported heads: eyas[conformance]",
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
 Row = tuple[str, str, str]
 
 
 def command() -> None:
-    """Print what one can do on this machine; then devices, stores, models and versions."""
+    """Print what this machine can do; then devices, stores, models and versions."""
     why = library.unavailable()
     lacks = [name for name in TRAINING if importlib.util.find_spec(name) is None]
     print("You can clean prompts and measure servers: eyas prompts, bench, verify, watch")

@@ -26,8 +26,8 @@ def command(
     """Let the target answer every user turn, with its own chat template; one row per assistant
     turn.
 
-    In this process, or by servers (SGLang, vLLM, `eyas serve`), which may come and go: what was
-    answered is kept.
+    The target runs in this process, or on servers (SGLang, vLLM, `eyas serve`), which may come and
+    go: finished answers are kept.
     """
     config = stated.config(GenerateConfig, "generate", target=target)
     if not config.servers:

@@ -120,7 +120,7 @@ def refuse_lacking(
     if lacks:
         raise ConfigError(
             "\n     ".join(["this machine lacks what the run needs:", *lacks]),
-            "nothing was begun; what each stage needs is in docs/gpu.md",
+            "nothing was started; docs/gpu.md lists the needs of each stage",
         )
 
 
@@ -155,7 +155,7 @@ def gpu_bytes() -> list[int]:
     )
     read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if read.returncode:
-        raise EyasError(f"PyTorch cannot ask the GPUs: {read.stderr.strip()[-LOG_TAIL:]}")
+        raise EyasError(f"PyTorch cannot read the GPUs' memory: {read.stderr.strip()[-LOG_TAIL:]}")
     return [int(word) for word in read.stdout.split()]
 
 
@@ -286,7 +286,7 @@ class RunningServer:
             tail = self._log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
             raise EyasError(
                 f"the server {self._server.name!r} ended with exit code {code}:\n{tail}",
-                f"all of its log: {self._log}",
+                f"the whole log: {self._log}",
             )
 
     def end(self) -> None:

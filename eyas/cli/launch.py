@@ -101,7 +101,7 @@ def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
     unknown += sorted(f"engine.{name}" for name in sized)
     if unknown:
         raise ConfigError(
-            f"{', '.join(unknown)}: no flag of {engine.label} is known for it",
+            f"{', '.join(unknown)}: {engine.label} has no known flag for it",
             "leave it out, or use --engine-args",
         )
     if config.dtype == "packed":

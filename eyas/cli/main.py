@@ -23,12 +23,12 @@ import typer
 import eyas
 from eyas.cli.options import settings
 from eyas.cores import cores
-from eyas.errors import EyasError, InputError, StorageFullError
+from eyas.errors import EyasError, InputError, StorageFullError, extra
 
 COMMANDS = {
-    "demo": "the whole pipeline on SmolLM2-135M-Instruct, on a CPU, in minutes",
+    "demo": "all stages with SmolLM2-135M-Instruct, on a CPU, in minutes",
     "run": "all stages of one run file; skips what is done, resumes what was cut",
-    "plan": "what a run file will need: tokens and bytes",
+    "plan": "tokens and bytes of a run, before it runs",
     "prompts": "conversation sets -> cleaned prompts, a ledger, a data card",
     "generate": "prompts -> the target's own answers",
     "capture": "answers -> hidden-state features",
@@ -38,8 +38,8 @@ COMMANDS = {
     "check": "lint and replay a head against its target",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
-    "verify": "a running server -> whether its speculation changes an answer",
-    "watch": "servers in production -> tau beside the card's, and when a head is stale",
+    "verify": "a running server -> does its speculation change answers?",
+    "watch": "servers in production -> tau beside the card's; is the head stale?",
     "lineage": "from a head or any artifact back to its sources and licences",
     "doctor": "what this machine can do",
 }
@@ -82,7 +82,9 @@ def _show_version(is_asked: bool) -> None:
 def _general(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="of eyas, and exit"),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     pass
@@ -113,7 +115,7 @@ def _for_user(error: Exception, command: str) -> EyasError:
     library = (getattr(error, "name", None) or "").partition(".")[0]
     if library not in TRAINING:
         raise error
-    return EyasError(f"eyas {command} needs {TRAINING[library]}", "pip install 'eyas[train]'")
+    return EyasError(f"eyas {command} needs {TRAINING[library]}", extra("train"))
 
 
 def _unloaded() -> None:

@@ -34,7 +34,7 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="end with a line of JSON on a terminal too")]
+AsJson = Annotated[bool, typer.Option("--json", help="end with a line of JSON, on a terminal too")]
 JsonAlone = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 _OUTPUT = typer.Option("--output", "-o", help="folder or URL of the result")
 Output = Annotated[str, _OUTPUT]
@@ -44,7 +44,7 @@ HeadArgument = Annotated[
 ]
 RunFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="run file; its section of this stage's name is used"),
+    typer.Option("--config", "-c", help="run file; this stage's section is used"),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -67,10 +67,10 @@ def read_run_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}", "mend the file") from error
+        raise ConfigError(f"{path} is not YAML: {error}", "correct the file") from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path} holds no sections", "write sections such as `train:` with fields below"
+            f"{path} has no sections", "write sections such as `train:` with fields below"
         )
     return content
 

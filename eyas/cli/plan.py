@@ -29,22 +29,20 @@ def command(
     run_file: Annotated[Path, typer.Argument(help="run file")],
     prompts: Annotated[
         str | None,
-        typer.Option(help="finished prompts artifact, counted through the target's template"),
+        typer.Option(help="output of `eyas prompts`, counted through the target's template"),
     ] = None,
     num_prompts: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="filler prompts of one turn in place of those of the run file's sources"
-        ),
+        typer.Option(min=1, help="count this many filler prompts of one turn, and no sources"),
     ] = None,
-    characters: Annotated[int, typer.Option(min=1, help="in a filler prompt")] = 400,
+    characters: Annotated[int, typer.Option(min=1, help="length of a filler prompt")] = 400,
     answer_tokens: Annotated[
-        int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")
+        int | None, typer.Option(min=1, help="mean tokens of an answer; else max_tokens")
     ] = None,
     as_json: JsonAlone = False,
 ) -> None:
-    """Count what a run file will need; exit code 2 when its output has no room for it, or when
-    `eyas run` cannot serve its target (the stages one by one may do without).
+    """Count the tokens and bytes of a run; exit code 2 when the disk is too small, or when `eyas
+    run` cannot serve the target (single stages may not need to).
     """
     config = validated(RunConfig, read_run_file(run_file), str(run_file))
     if prompts:

@@ -31,7 +31,7 @@ def command(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help="files, folders, globs, URLs or hub ids; without any, those of the run file",
+            help="files, folders, globs, URLs or hub ids; default: the run file's",
             show_default=False,
         ),
     ] = None,
@@ -49,10 +49,10 @@ def command(
     *,
     stated: StageOptions,
 ) -> None:
-    """Keep the user turns of conversations that may be used, without duplicates and personal data;
-    count every dropped row.
+    """Keep the user turns of permitted conversations, without duplicates and personal data; count
+    every dropped row.
 
-    `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped.
+    `eyas prompts OUTPUT --show-dropped REASON` shows dropped rows.
     """
     if show_dropped is not None:
         shown = [output, *(sources or [])] if output else sources or []

@@ -181,12 +181,12 @@ def command(
     ],
     overrides: Overrides = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="start although there may be no room for all of it")
+        bool, typer.Option("--anyway", help="start even if the disk may be too small")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the
-    table of `eyas demo` and a report.
+    """Run all stages of a run file; skip finished ones and resume cut ones. Ends with the table of
+    `eyas demo` and a report.
     """
     content = override(read_run_file(run_file), overrides or ())
     run(content, f"eyas run {run_file}", anyway=anyway, as_json=as_json)

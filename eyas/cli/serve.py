@@ -28,23 +28,21 @@ _other = functools.partial(typer.Option, rich_help_panel="Another engine")
 @with_flags(CONFIG)
 def command(
     stated: StageOptions,
-    engine: Annotated[EngineName | None, _other(help="installed here, in place of ours")] = None,
-    gpus: Annotated[str | None, _other(help="GPUs that it shares the model over, e.g. 0,1")] = None,
+    engine: Annotated[EngineName | None, _other(help="engine to use in place of ours")] = None,
+    gpus: Annotated[str | None, _other(help="GPUs for its model, e.g. 0,1")] = None,
     hidden_states: Annotated[
         bool,
-        _other("--hidden-states", help="serve those of the target, for `eyas capture --server`"),
+        _other("--hidden-states", help="serve hidden states, for `eyas capture --server`"),
     ] = False,
-    engine_python: Annotated[str | None, _other(help="of the environment that it is in")] = None,
-    engine_args: Annotated[str, _other(help="more flags for it")] = "",
-    print_command: Annotated[
-        bool, _other("--print-command", help="show it, and run nothing")
-    ] = False,
+    engine_python: Annotated[str | None, _other(help="python of its environment")] = None,
+    engine_args: Annotated[str, _other(help="more flags of it")] = "",
+    print_command: Annotated[bool, _other("--print-command", help="show the command only")] = False,
 ) -> None:
-    """Serve OpenAI's API until interrupted; the output is the target's own, with or without a head.
+    """Serve OpenAI's API until interrupted. A head does not change the output.
 
-    A page to try it is at /, the endpoints are in /openapi.json, counters at /metrics. One line of
-    log per request. In a container of Vertex AI, address, routes and model come from its AIP_
-    variables.
+    / is a page to try it, /openapi.json lists the endpoints, /metrics has counters. The log has one
+    line per request. In a container of Vertex AI, its AIP_ variables give address, routes and
+    model.
     """
     config = stated.config(ServeConfig, "serve", **from_environment())
     if engine is not None:
@@ -56,7 +54,7 @@ def command(
         return None if print_command else become(engine, words, python)
     if print_command or engine_args or gpus or hidden_states:
         raise ConfigError(
-            "--gpus, --hidden-states, --print-command and --engine-args are for another engine",
+            "--gpus, --hidden-states, --print-command and --engine-args need another engine",
             "name it: --engine sglang or vllm",
         )
     words = ["eyas", "serve", "--engine", "vllm", "--target", config.target or "TARGET"]

@@ -24,10 +24,10 @@ def command(
     *,
     stated: StageOptions,
 ) -> None:
-    """Tell whether a server's speculation changes what it answers: for any OpenAI-compatible server
-    that gives token ids or logprobs.
+    """Test whether speculation changes a server's answers. The server must be OpenAI-compatible and
+    return token ids or logprobs.
 
-    Asks for the same answers with speculation and without, greedy and with seeds, and writes
+    Requests the same answers with speculation and without, greedy and with seeds, and writes
     report.md and verify.json. Ends with 0 (EXACT, TIES ONLY), 3 (DIFFERENT) or 4 (INCONCLUSIVE).
     """
     config = stated.config(VerifyConfig, "verify", url=url)

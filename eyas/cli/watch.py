@@ -45,10 +45,10 @@ def command(
         bool, typer.Option("--once", help="end after one window, with 3 if the head is stale")
     ] = False,
 ) -> None:
-    """Compare what servers count at /metrics with a head's card, window by window, until stopped.
+    """Compare servers' counters at /metrics with a head's card, window by window, until stopped.
 
-    A head is stale where tau is lower than the card's by more than a tenth of the accepted drafts
-    and, on top of that, by more than 3.09 standard errors.
+    A head is stale if tau is lower than the card's by more than a tenth of the accepted drafts and
+    by more than 3.09 standard errors.
     """
     figures = read_card(head if Path(head).exists() else locate(head))
     window = asyncio.run(_watch(urls, figures, temperature, requests, once))

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from eyas.data.formats import ending
-from eyas.errors import InputError, MissingInputError
+from eyas.errors import InputError, MissingInputError, extra
 from eyas.hub import HUB_ID, faults
 
 SET = re.compile(rf"({HUB_ID.pattern})(?:@(.+))?")
@@ -71,7 +71,7 @@ def _datasets(path: str) -> ModuleType:
         raise InputError(
             f"no file or folder {path} here, and sets of the hub need the package datasets, which "
             "is not installed",
-            "check the path, or pip install 'eyas[hub]'",
+            f"check the path, or {extra('hub')}",
         ) from error
 
 

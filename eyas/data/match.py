@@ -51,7 +51,7 @@ class MatchConfig(BaseModel):
         description="prompts or a server's log, as a source's path: one half is fitted, the other "
         "half measures",
     )
-    num_prompts: int = Field(ge=1, description="how many to select; all if there are fewer")
+    num_prompts: int = Field(ge=1, description="number to select; all if there are fewer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,43 +72,41 @@ class PromptsConfig(BaseModel):
         min_length=1, description="what to read, each with its licence"
     )
     policy: str | None = Field(
-        default=None, description="file of rules for licences and authors; None: the shipped ones"
+        default=None, description="file of rules for licences and authors; null: ours"
     )
     personal: PrivacyConfig = PrivacyConfig()
     near_duplicates: float | None = Field(
         default=0.85,
         ge=0.7,
         le=1,
-        description="Jaccard of word pairs from which the later row is dropped; None: only exact "
+        description="Jaccard of word pairs from which the later row goes; null: only exact "
         "duplicates",
     )
     evaluation: list[SourceConfig] = Field(
         default=[], description="sets whose items no prompt may overlap"
     )
     languages: tuple[str, ...] | None = Field(
-        default=None, description="to keep, as ISO 639-1 codes such as [en, de]; None keeps all"
+        default=None, description="to keep, ISO 639-1 codes such as [en, de]; null: all"
     )
     match: MatchConfig | None = Field(
         None, description="prompts like those of a log; null: no selection"
     )
     record: dict[str, str] = Field(
         default={},
-        description="what the card says of the processing, as HEADING: TEXT: operator, purpose, "
+        description="facts of the processing for the card, HEADING: TEXT: operator, purpose, "
         "legal basis, retention, erasure, custody of the key",
     )
     damaged: Literal["warn", "error"] = Field(
         default="warn",
-        description="where a file is cut, or more than 3 % of a source's rows cannot be read",
+        description="if a file is cut, or over 3 % of a source's rows are unreadable",
     )
     max_characters: int = Field(
-        default=8000, ge=1, description="of a conversation's user turns and system prompt together"
+        default=8000, ge=1, description="of user turns and system prompt together"
     )
     max_prompts: int | None = Field(
-        default=None, ge=1, description="stop reading after so many; None reads all"
+        default=None, ge=1, description="stop reading after so many; null: all"
     )
-    seed: int = Field(
-        default=0, ge=0, description="of what `match` and a source's `max_prompts` draw"
-    )
+    seed: int = Field(default=0, ge=0, description="of the draws by `match` and `max_prompts`")
     executor: Place = Field("local", description="where the work runs; the result is the same")
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
 

@@ -71,11 +71,11 @@ class SourceConfig(BaseModel):
     )
     log: LogConfig | None = Field(
         default=None,
-        description="its files are logs of requests: what allows to train on them, and a sample",
+        description="for logs of requests: the basis for training on them, and a sample",
     )
     shape: str | None = Field(
         default=None,
-        description=f"how rows are written, one of {', '.join(BY_NAME)}; recognised if not given",
+        description=f"the form of rows, one of {', '.join(BY_NAME)}; recognised if not given",
     )
     subset: str | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from eyas.errors import EyasError, InputError
+from eyas.errors import EyasError, InputError, extra
 
 LOOK = 1 << 16  # bytes at the beginning of a file by which its format is recognised
 LIMIT = 8 << 20  # bytes of one row: more than any conversation, little memory
@@ -141,7 +141,7 @@ def arrow(part: str, wanted_by: str) -> ModuleType:
         return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
     except ImportError as error:
         raise InputError(
-            f"{wanted_by} files need pyarrow, which is not installed", "pip install 'eyas[parquet]'"
+            f"{wanted_by} files need pyarrow, which is not installed", extra("parquet")
         ) from error
 
 

@@ -55,18 +55,18 @@ ANSWER_TOKENS = 64  # twenty rounds
 class EvalConfig(Settings):
     """What is measured. trees: "fixed(6,3,12) auto"; with one branch a chain."""
 
-    num_draft_steps: int = Field(7, ge=1, le=16, description="of chains on features")
+    num_draft_steps: int = Field(7, ge=1, le=16, description="steps of chains on features")
     trees: Annotated[tuple[str, ...], Flag(separator=" ")] = Field(
         DEFAULT_TREES, min_length=1, description="as for `eyas serve`, fixed or auto"
     )
     temperatures: Annotated[tuple[float, ...], Flag(separator=" ")] = Field(
-        (0.0, 1.0), min_length=1, description="of answers; the first gives the headline"
+        (0.0, 1.0), min_length=1, description="of answers; the first one is the headline"
     )
     num_prompts: Annotated[int, Flag()] = Field(
         100, ge=1, description="held-out prompts that are answered"
     )
-    max_tokens: int = Field(ANSWER_TOKENS, ge=2, description="of an answer")
-    seed: int = Field(0, description="of what is drawn; the prompt is mixed in")
+    max_tokens: int = Field(ANSWER_TOKENS, ge=2, description="tokens of an answer")
+    seed: int = Field(0, description="of random draws; the prompt is mixed in")
     models: ModelsConfig = ModelsConfig()
     against: Annotated[str | None, Flag()] = Field(
         None, description="another head, on the same answers"
@@ -75,7 +75,7 @@ class EvalConfig(Settings):
         None,
         ge=0,
         lt=1,
-        description="share of tau, with against: exit code 3 unless better, no source losing more",
+        description="with against: share of tau that a source may lose; exit code 3 unless better",
     )
 
     @field_validator("trees")

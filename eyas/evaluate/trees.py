@@ -40,9 +40,9 @@ AT_ONCE = 8  # answers, of which the hidden states are computed in one forward
 class ModelsConfig(Settings):
     """How target and head run: as they will be served."""
 
-    dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
+    dtype: Dtype = Field("auto", description="of the weights; auto: the checkpoint's")
     threads: int | None = Field(None, ge=1, description="null: all that this process has")
-    max_batch: int = Field(16, ge=1, description="samples that run at a time")
+    max_batch: int = Field(16, ge=1, description="samples that run concurrently")
     max_length: int = Field(1024, ge=2, description="tokens of prompt and answer together")
 
 

@@ -128,7 +128,8 @@ class HeadCard:
             found["datasets"] = sets
         if measured := self.measured:
             found["metrics"] = ["tau"]
-            taus = {"all held-out answers": measured["tau"]}
+            first = (measured.get("trees") or [measured])[0]  # the served tree, if measured
+            taus = {"all held-out answers": first["tau"]}
             taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
             metric = {"type": "tau", "name": "tau, emitted tokens per round"}
             results = [

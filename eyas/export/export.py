@@ -68,10 +68,11 @@ class ExportConfig(Settings):
     speculation: str | None = None
     licence: str | None = None
     costs: Annotated[str | None, Flag()] = Field(
-        None, description="cost table of an engine (JSON): foretell its speed on the card"
+        None, description="cost table of an engine (JSON): expected speed for the card"
     )
     publish: str | None = Field(
-        None, description="a folder of a head's versions: a copy goes below it, at VERSION"
+        None,
+        description="folder of a head's versions: write a copy to VERSION below it",
     )
 
     @field_validator("speculation")

@@ -81,19 +81,21 @@ class CaptureConfig(Settings):
     decoder: Literal["auto", "own", "transformers"] = Field(
         "auto", description="ours, or transformers'; auto: ours where it can"
     )
-    dtype: Dtype = Field("auto", description="what is computed in; auto: as the checkpoint")
+    dtype: Dtype = Field("auto", description="of the computation; auto: the checkpoint's")
     device_map: str | None = Field(None, description="spreads a large target over devices")
-    batch_tokens: int = Field(default=4096, ge=1, description="of a forward, padding included")
-    store_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="what is stored")
-    codec: CodecName = Field("within4", description="how it is stored; held-out samples are exact")
+    batch_tokens: int = Field(default=4096, ge=1, description="tokens of a forward, with padding")
+    store_dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="of the stored states"
+    )
+    codec: CodecName = Field("within4", description="of stored states; held-out samples are exact")
     teacher: Literal["everywhere", "supervised"] = Field(
         "everywhere", description="positions that store the target's last state"
     )
     held_out_share: float = Field(
-        default=0.05, ge=0, lt=1, description="of samples that no training sees"
+        default=0.05, ge=0, lt=1, description="share of samples kept out of training"
     )
     leave_out: tuple[Mark, ...] = Field(
-        ("empty", "refused"), description="marks of answers that no head learns from"
+        ("empty", "refused"), description="marks of answers to leave out"
     )
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")

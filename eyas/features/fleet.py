@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from eyas.client import CONNECT_S, Client, RequestFailure, api_key, server_url, status_failure
-from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
+from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, extra
 from eyas.features.conversation import TurnFailure
 from eyas.settings import Settings
 
@@ -44,7 +44,7 @@ class FleetConfig(Settings):
     """How servers are asked."""
 
     concurrency: int = Field(default=32, ge=1, description="requests at a time, for each server")
-    timeout_s: float = Field(default=600.0, gt=0, description="of one request")
+    timeout_s: float = Field(default=600.0, gt=0, description="for one request")
     model: str | None = Field(None, description="name in requests; null: the only one served")
 
 
@@ -97,7 +97,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
         except ImportError as error:
             raise ConfigError(
                 "servers are asked by the package openai, which is not installed",
-                "pip install 'eyas[servers]'",
+                extra("servers"),
             ) from error
         self._asks = self._openai.AsyncOpenAI(
             base_url=f"{url}/v1",

@@ -64,22 +64,22 @@ class GenerateConfig(Settings):
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
     head: Annotated[str | None, Flag()] = Field(
-        None, description='to draft with here, or "smollm2": faster, same answers'
+        None, description='head to draft with, or "smollm2": faster, same answers'
     )
-    dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
-    max_tokens: int = Field(default=128, ge=1, description="of an answer")
+    dtype: Dtype = Field("auto", description="of the weights; auto: the checkpoint's")
+    max_tokens: int = Field(default=128, ge=1, description="tokens of an answer")
     sampling: tuple[Sampling, ...] = Field(
         default=(Sampling(),),
         min_length=1,
-        description="how conversations are sampled, a share each",
+        description="shares of conversations and their sampling",
     )
     answers_per_prompt: int = Field(1, ge=1, description="conversations with each prompt")
-    max_batch: int = Field(default=32, ge=1, description="samples that run at a time")
+    max_batch: int = Field(default=32, ge=1, description="samples that run concurrently")
     max_length: int = Field(
         default=32_768, ge=2, description="tokens of prompt and answer together"
     )
     date: datetime.date = Field(
-        datetime.date(2026, 1, 1), description="the day that templates print as today's"
+        datetime.date(2026, 1, 1), description="the date that templates print as today"
     )
     personal: PrivacyConfig = ANSWER_POLICY
     servers: Annotated[tuple[str, ...], Flag("--server")] = Field(

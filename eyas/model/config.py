@@ -262,7 +262,7 @@ class HeadOptions(BaseModel):
     llama.cpp and OpenVINO read a head without them (docs/decisions/training.md).
     draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
     MOST_DRAFT_TOKENS. draft_tokens: a file that says which (`train.start.given_vocabulary`); None
-    counts the answers. sliding_window: see `HeadConfig`.
+    counts the answers. sliding_window: in last tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -270,10 +270,10 @@ class HeadOptions(BaseModel):
     draft_vocab_size: int | None = Field(None, ge=1)
     draft_tokens: str | None = Field(None, description="a file: .npy, .pt or .json of token ids")
     train_lm_head: bool = Field(True, description="false: the target's rows stay")
-    norm_before_residual: bool = Field(False, description="the residual is taken after hidden_norm")
+    norm_before_residual: bool = Field(False, description="take the residual after hidden_norm")
     norm_before_fc: bool = Field(False, description="one norm of the three streams together")
     fc_norm: bool = Field(True, description="a norm of each stream; with norm_output EAGLE-3.1")
-    norm_output: bool = Field(True, description="what is fed back is the output after the norm")
+    norm_output: bool = Field(True, description="feed back the output after the norm")
     sliding_window: Window | None = None
 
     @model_validator(mode="before")

@@ -26,8 +26,8 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
-# small, and in need of no other library of the compiler's
-LINKED = ("-s", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+# unused parts of libstdc++ need glibc 2.36, a static libgcc 2.35
+LINKED = ("-s", "-static-libstdc++", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
 
 
 @dataclass(frozen=True, slots=True)

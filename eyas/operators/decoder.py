@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
-from eyas.errors import ConfigError, MismatchError
+from eyas.errors import ConfigError, MismatchError, extra
 from eyas.gguf.checkpoint import whole_folder
 from eyas.model.arrays import Array, refuse_nonfinite
 from eyas.model.config import TargetShape
@@ -178,7 +178,7 @@ class HookedDecoder:
         if device_map is not None and importlib.util.find_spec("accelerate") is None:
             raise ConfigError(
                 f"device_map: {device_map} needs accelerate, which is not installed",
-                "pip install 'eyas[large]', or leave it out",
+                f"{extra('large')}, or leave it out",
             )
         folder = whole_folder(folder)
         config = transformers_config(folder)

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eyas.errors import ConfigError, EyasError
+from eyas.errors import ConfigError, EyasError, extra
 from eyas.privacy.findings import Finding
 from eyas.privacy.pii import PrivacyConfig
 
@@ -154,7 +154,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError("Cloud DLP needs google-cloud-dlp", "pip install eyas[dlp]") from error
+        raise ConfigError("Cloud DLP needs google-cloud-dlp", extra("dlp")) from error
 
 
 def _num_bytes(pieces: Sequence[Piece]) -> int:

@@ -263,7 +263,7 @@ class PrivacyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Literal["surrogate", "mask", "drop"] = Field(
-        default="surrogate", description="what is done about types without an action of their own"
+        default="surrogate", description="action for types that `actions` does not name"
     )
     actions: Mapping[str, Action] = Field(
         default={}, description=f"by type, in place of its default. {_by_default()}"

@@ -28,7 +28,7 @@ class BatchConfig(BaseModel):
 
     tokens: at most so many in a batch, padding included; choose what one device can hold. per_step:
     batches of one update of the weights, shared by the ranks. packed: a batch is one row with
-    samples one behind the other, instead of one sample a row with padding.
+    concatenated samples, instead of one sample a row with padding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -73,7 +73,7 @@ class RateConfig(BaseModel):
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="from the peak down to 0, or at the peak"
     )
-    warmup_share: float = Field(0.03, ge=0, lt=1, description="of all steps")
+    warmup_share: float = Field(0.03, ge=0, lt=1, description="share of all steps")
 
     @model_validator(mode="before")
     @classmethod

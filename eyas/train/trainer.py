@@ -96,7 +96,7 @@ class TrainConfig(BaseModel):
     """Settings of the train stage.
 
     start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32 on
-    a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: in steps.
+    a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,10 +107,10 @@ class TrainConfig(BaseModel):
     epochs: int = Field(3, ge=1, description="passes over the samples")
     batches: BatchConfig = BatchConfig()
     learning_rate: RateConfig = RateConfig()
-    dtype: Dtype = Field("auto", description="what is computed in; weights are float32")
+    dtype: Dtype = Field("auto", description="of the computation; weights are float32")
     stop: StopConfig = StopConfig()
     checkpoint_every: int = Field(200, ge=1)
-    seed: int = Field(0, description="of fresh weights, the order and what is drawn")
+    seed: int = Field(0, description="of new weights, order and random draws")
 
 
 class DivergedError(EyasError):
