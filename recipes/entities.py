@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
-import itertools
 import json
 import random
 import re
@@ -90,6 +89,17 @@ LANGUAGES = {  # of the labelled sets: Faker's locales, and how often each is re
     "pt": ("pt_PT pt_BR", 2), "hr": ("hr_HR", 2), "sk": ("sk_SK", 2), "zh": ("zh_TW", 6),
     "en": ("en_US en_GB en_IN", 3),
 }  # fmt: skip
+# Words in whose place a person's name can stand
+PRONOUNS = {
+    language: re.compile(rf"\b(?:{words})\b(?!['’])" if language != "zh" else words, re.I)
+    for language, words in {
+        "en": "he|she|him|someone|somebody|my (?:friend|boss|colleague|neighbou?r|brother|sister)",
+        "da": "han|hun|ham", "sv": "han|hon|honom", "nb": "han|hun|ham", "nn": "han|ho",
+        "pt": "ele|ela", "hr": "on|ona", "sk": "on|ona", "zh": "[他她](?![們们])",
+    }.items()
+}  # fmt: skip
+SENTENCE = re.compile(r"(?:^|(?<=[.!?\n] ))[A-Z][^.!?\n]{12,120}[.!?]", re.M)
+UNFIT = re.compile(r"(?<!^)\b(?!I\b)[A-Z]|\d")  # another name, or a word problem
 CLOSE = frozenset(".,;:!?)]}%…»”’") | {"'s", "n't", "'m", "'re", "'ll", "'ve", "'d"}
 OPEN = frozenset("([{«“$#@")
 
@@ -385,6 +395,34 @@ class Writer:
         styled = text.text.lower() if chance < 0.08 else text.text.upper() if chance < 0.1 else ""
         return Text(styled, text.spans) if len(styled) == len(text.text) else text
 
+    def named(self, text: Text, language: str) -> Text | None:
+        """The text with persons in place of a pronoun or two; None if it has none."""
+        taken = {place for start, end, _ in text.spans for place in range(start, end)}
+        found = [one for one in PRONOUNS[language].finditer(text.text) if one.start() not in taken]
+        if not found:
+            return None
+        country = self.country(self._latin() if language == "en" else
+                               self._chance.choice(LANGUAGES[language][0].split()))  # fmt: skip
+        spans = list(text.spans)
+        for one in self._chance.sample(found, min(len(found), self._chance.choice((1, 1, 2)))):
+            spans.append((*one.span(), ""))
+        made, end = Text(), 0
+        for start, stop, type in sorted(spans):
+            value = text.text[start:stop]
+            if not type:
+                value = self._chance.choice((country.given, country.full, country.family))()
+            made.add(Text(text.text[end:start]))
+            made.add(Text(value, [(0, len(value), type or PERSON)]))
+            end = stop
+        made.add(Text(text.text[end:]))
+        return made
+
+    def sentences(self, text: str) -> Iterator[Text]:
+        """English sentences of a text without names, with persons in place of their pronouns."""
+        for match in SENTENCE.finditer(text):
+            if not UNFIT.search(match[0]) and (made := self.named(Text(match[0]), "en")):
+                yield self._styled(made)
+
     def renamed(self, text: Text, language: str) -> Text:
         """The text with other persons in the same places."""
         locale = self._chance.choice(LANGUAGES[language][0].split())
@@ -464,12 +502,14 @@ def gold_texts(folder: Path, writer: Writer, seed: int) -> Iterator[Text]:
                     made.add(Text("" if language == "zh" else chance.choice(" \n")))
                     made.add(other)
                 yield made
+                if not made.unknown and (again := writer.named(made, language)):
+                    yield again
                 if made.spans and language != "zh" and chance.random() < 0.5:
                     yield writer.renamed(made, language)
 
 
-def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[Text]:
-    """Prompts whose persons stay. read: by set, the rows that people have labelled."""
+def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[tuple[str, Text]]:
+    """Sets and prompts whose persons stay. read: by set, the rows that people have labelled."""
     for name, (most, sources) in KEPT.items():
         with gzip.open(data / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
@@ -492,4 +532,4 @@ def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[Text]:
             count += 1
             if count > most:
                 break
-            yield Text(text[:CHARACTERS], [], [(0, CHARACTERS)])
+            yield name, Text(text[:CHARACTERS], [], [(0, CHARACTERS)])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import random
 import sys
@@ -51,7 +52,10 @@ def texts(data: Path | None) -> Iterator[Text]:
         return
     yield from entities.gold_texts(data / "ner", writer, SEED)
     read = json.loads(gzip.decompress(natural.LABELS.read_bytes()))
-    yield from entities.kept_texts(data, read)
+    for name, text in entities.kept_texts(data, read):
+        yield text
+        if name == "instructions":
+            yield from itertools.islice(writer.sentences(text.text), 6)
     for row in natural.labelled(data):
         if row.is_tuned:
             spans = [(start, end, type) for type, start, end, who in row.spans

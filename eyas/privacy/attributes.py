@@ -146,6 +146,11 @@ NAMED_HANDLE = re.compile(
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
 )
+# What the pattern above needs, in small letters
+MAYBE_HANDLE = re.compile(
+    rf"(?:{NETWORKS}|name|handle|nick|alias|gamertag|user|id|account|profile)"
+    r"['\w -]{0,20}(?: is| was|:| =| called| named)\s|t\.me|\.com|u/|\w#\d"
+)
 
 
 # A line of a log, in whose numbers nobody's are
@@ -199,14 +204,15 @@ def handles(text: str) -> Iterator[Span]:
     """Account names: @name near a network's name or a word such as "follow"; names with a digit or
     sign behind "my username is" and the like; u/name, name#1234; the user of a home folder.
     """
-    yield from (match.span("value") for match in HOME.finditer(text))
+    if "/" in text or "\\" in text:
+        yield from (match.span("value") for match in HOME.finditer(text))
     if "@" in text and HANDLE_CUE.search(text):
         for match in AT_HANDLE.finditer(text):
             start, end = match.span()
             before = HANDLE_CUE.search(text, max(0, start - HANDLE_NEAR), start)
             if before or HANDLE_CUE.search(text, end, end + HANDLE_NEAR // 2):
                 yield start, end
-    for match in NAMED_HANDLE.finditer(text):
+    for match in NAMED_HANDLE.finditer(text) if MAYBE_HANDLE.search(text.lower()) else ():
         kind = match.lastgroup
         assert kind is not None, "each alternative has a group"
         value = match[kind]

@@ -34,7 +34,7 @@ from eyas.privacy.spelling import Span, plain
 # seen with them: more than any value is long, cue included.
 WINDOW, MARGIN = 2000, 400
 LIBRARIES = ("python-stdnum", "detect-secrets")
-NO_SPACE = re.compile(r"\S")
+NO_SPACE, DIGIT = re.compile(r"\S"), re.compile(r"\d")
 CLOUD, OURS = "cloud_dlp", "eyas"
 
 
@@ -107,8 +107,9 @@ class Detector:
 
     def _patterns(self, text: str) -> Iterator[Finding]:
         spelt = plain(text)
+        has_digit = DIGIT.search(spelt.text) is not None
         for kind in PII_TYPES:
-            if kind.find and kind.name in self._types:
+            if kind.find and kind.name in self._types and has_digit >= kind.has_digit:
                 search = functools.partial(in_windows, kind.find) if kind.is_windowed else kind.find
                 for span in search(spelt.text):
                     yield Finding(kind.name, *spelt.span(*span))

@@ -64,7 +64,8 @@ class PiiType:
     example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a
     text as `spelling.plain` gives it; None: a name, found by `entities`. surrogate: an invented
     value in place of one; None: a person's, word by word (`surrogates`). is_numbered: case and
-    separators do not tell two values apart, and a surrogate keeps those of the place. sign:
+    separators do not tell two values apart, and a surrogate keeps those of the place. has_digit:
+    every value holds one, so that a text without digits is not searched. sign:
     what may stand before the value or not. cue: without it beside the value the default action
     is not to drop the row, but what `policy` says. is_reserved: whether a value is one set
     aside for examples. is_windowed: long texts are searched in pieces (`detector.in_windows`);
@@ -78,6 +79,7 @@ class PiiType:
     find: Search | None = None
     surrogate: Callable[[str, KeyedRandom], str] | None = None
     is_numbered: bool = False
+    has_digit: bool = False
     sign: str = ""
     cue: re.Pattern[str] | None = None
     is_reserved: Callable[[str], bool] = lambda value: False
@@ -138,6 +140,7 @@ PII_TYPES = (
         cards,
         invented.card,
         is_numbered=True,
+        has_digit=True,
         cue=CARD_CUE,
         is_windowed=False,
         is_reserved=invented.is_test_card,
@@ -149,6 +152,7 @@ PII_TYPES = (
         accounts,
         invented.iban,
         is_numbered=True,
+        has_digit=True,
     ),
     PiiType(
         "US_SSN",
@@ -157,6 +161,7 @@ PII_TYPES = (
         social_security_numbers,
         invented.social_security_number,
         is_numbered=True,
+        has_digit=True,
         cue=SSN_CUE,
         is_windowed=False,
     ),
@@ -167,6 +172,7 @@ PII_TYPES = (
         national_ids,
         invented.national_id,
         is_numbered=True,
+        has_digit=True,
         cue=DOCUMENT_CUE,
         is_windowed=False,
     ),
@@ -179,7 +185,14 @@ PII_TYPES = (
         invented.mail,
         is_reserved=invented.is_example_mail,
     ),
-    PiiType("IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address),
+    PiiType(
+        "IP_ADDRESS",
+        None,
+        "⟨93.184.215.14⟩",
+        ip_addresses,
+        invented.ip_address,
+        has_digit=True,
+    ),
     PiiType(
         "PHONE_NUMBER",
         None,
@@ -187,10 +200,18 @@ PII_TYPES = (
         phones,
         invented.phone,
         is_numbered=True,
+        has_digit=True,
         is_windowed=False,
         is_reserved=invented.is_fictional_phone,
     ),
-    PiiType("DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", birth_dates, invented.birth_date),
+    PiiType(
+        "DATE_OF_BIRTH",
+        None,
+        "born ⟨March 5th, 1984⟩",
+        birth_dates,
+        invented.birth_date,
+        has_digit=True,
+    ),
     PiiType(
         "LICENSE_PLATE",
         None,
@@ -198,6 +219,7 @@ PII_TYPES = (
         matching(PLATE, is_plate),
         invented.same_form,
         is_numbered=True,
+        has_digit=True,
     ),
     PiiType(
         "MAC_ADDRESS",
@@ -207,7 +229,14 @@ PII_TYPES = (
         invented.mac_address,
         is_numbered=True,
     ),
-    PiiType("COORDINATES", None, "gps: ⟨40.712776, -74.005974⟩", coordinates, invented.coordinates),
+    PiiType(
+        "COORDINATES",
+        None,
+        "gps: ⟨40.712776, -74.005974⟩",
+        coordinates,
+        invented.coordinates,
+        has_digit=True,
+    ),
     PiiType("HANDLE", None, "Instagram ⟨@ana_lee.84⟩", handles, invented.handle, sign="@"),
     PiiType(
         "URL",

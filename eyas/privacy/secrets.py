@@ -76,7 +76,18 @@ MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
 SEED_WORDS = range(12, 25, 3)
 WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
-MAYBE_NAMED = re.compile(r"key|token|secret|authorization|client\(|cookie|openai\(", re.I)
+# In small letters, of what a pattern above needs one
+KEY_NAMES = (
+    "key",
+    "token",
+    "secret",
+    "authorization",
+    "client(",
+    "cookie",
+    "openai(",
+    "anthropic(",
+)
+SEED_NAMES = ("phrase", "word", "mnemonic", "seed")
 
 ELSEWHERE = joined("password_elsewhere")
 WORDS = f"{joined('password')}|{ELSEWHERE}"
@@ -154,6 +165,13 @@ MAYBE_PASSWORD = re.compile(
     rf"|openssl|client|redis-cli|net use|\bpin\b|[ -]key:?\s|{WORDS}",
     re.I,
 )
+# Letters of what that pattern finds in a text of ASCII
+PASSWORD_NAMES = (
+    "pass", "pw", "wort", "woord", "cred", "login", "log in", "zugangsdaten", "identifiants",
+    "curl", "mysql", "mariadb", "openssl", "client", "redis-cli", "net use", " key", "-key",
+    "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi",
+)  # fmt: skip
+PIN = re.compile(r"\bpin\b")
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
@@ -177,23 +195,25 @@ def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
     `api_key`.
     """
-    if any(_has_digit(run.group()) for run in RUN.finditer(text)):
+    runs = [run.group() for run in RUN.finditer(text)]
+    small = text.lower()
+    if any(map(_has_digit, runs)):
         for pattern in (*plugin_patterns(), *OURS):
             for match in pattern.finditer(text):
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
-    for match in SEED.finditer(text):
+    for match in SEED.finditer(text) if any(word in small for word in SEED_NAMES) else ():
         value = NO_SEED.sub("", match["value"])
         num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
         if value == match["value"] and MORE_WORDS.match(text, match.end()):
             num_words += 1  # there are more
         if num_words in SEED_WORDS or (match["sign"] and num_words >= SEED_WORDS[0]):
             yield start, start + len(value)
-    for match in WIF.finditer(text):
+    for match in WIF.finditer(text) if runs else ():
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()
-    if MAYBE_NAMED.search(text):
+    if any(word in small for word in KEY_NAMES):
         for pattern in (NAMED, BEARER, PASSED):
             for match in pattern.finditer(text):
                 value, start = match[match.lastgroup or 0], match.start(match.lastgroup or 0)
@@ -205,6 +225,9 @@ def passwords(text: str) -> Iterator[Span]:
     """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
     a word or code.
     """
+    small = text.lower()
+    if small.isascii() and not (PIN.search(small) or any(one in small for one in PASSWORD_NAMES)):
+        return
     if MAYBE_PASSWORD.search(text):
         for match in PASSWORD.finditer(text):
             group = "quoted" if match["quoted"] else "bare"
