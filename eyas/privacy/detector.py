@@ -23,6 +23,7 @@ from eyas.privacy.pii import (
     BY_NAME,
     NAME_TYPES,
     PII_TYPES,
+    WITH_DIGITS,
     PrivacyConfig,
     Search,
     canonical,
@@ -107,9 +108,9 @@ class Detector:
 
     def _patterns(self, text: str) -> Iterator[Finding]:
         spelt = plain(text)
-        has_digit = DIGIT.search(spelt.text) is not None
+        types = self._types if DIGIT.search(spelt.text) else self._types - WITH_DIGITS
         for kind in PII_TYPES:
-            if kind.find and kind.name in self._types and has_digit >= kind.has_digit:
+            if kind.find and kind.name in types:
                 search = functools.partial(in_windows, kind.find) if kind.is_windowed else kind.find
                 for span in search(spelt.text):
                     yield Finding(kind.name, *spelt.span(*span))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eyas.privacy.findings import Finding, join_overlaps
+from eyas.privacy.spelling import joined
 from eyas.privacy.tagger import LABELS, MARKS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
@@ -30,17 +31,7 @@ IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table'
 # Behind these words a name stands, whatever the tagger thinks of the sentence around it: where
 # somebody is introduced, a field of a form, one of the writer's people.
 INTRODUCES = re.compile(
-    r"(?<!\w)(?:my (?:(?:full|first|last|middle|sur|given|family) ?)?name(?: is|'s|’s)|i am called"
-    r"|(?:first|last|middle|given|family|full|maiden|patient|customer|contact)[ _-]?name ?[:=]"
-    r"|(?:my|our) (?:\w+ )?(?:wife|husband|brother|sister|mother|father|mom|mum|dad|son|daughter"
-    r"|uncle|aunt|cousin|boyfriend|girlfriend|friend|colleague|boss|manager|neighbou?r|roommate"
-    r"|nephew|niece|teacher|doctor|landlord|lawyer),?"
-    r"|mein name ist|ich hei(?:ß|ss)e|me llamo|mi nombre es|je m['’]appelle|mon nom est|mi chiamo"
-    r"|il mio nome è|meu nome é|(?:eu )?me chamo|chamo-me|ik heet|mijn naam is|jag heter"
-    r"|mitt namn är|jeg hedder|mit navn er|jeg heter|mitt navn er|nimeni on|nazywam się"
-    r"|mam na imię|jmenuji se|moje jméno je|volám sa|moje meno je|a nevem|mă numesc|numele meu este"
-    r"|меня зовут|мо[её] имя|мене звати|моє ім['’]я|казвам се|името ми е|zovem se|moje ime je"
-    r"|με λένε|το όνομά μου είναι|benim adım|adım|nama saya|tôi tên là|tên tôi là)\s+"
+    rf"(?<!\w)(?:{joined('introduces')})\s+"
     r"(?P<name>(?:[^\W\d_]\.|[^\W\d_][\w'’-]*)(?: (?:[^\W\d_]\.|[^\W\d_][\w'’-]*)){0,3})",
     re.I,
 )

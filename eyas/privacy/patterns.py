@@ -148,7 +148,6 @@ NO_PHONE = re.compile(
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
-SINGLE_DIGITS = re.compile(r"\d(?:\D+\d)*")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
@@ -333,9 +332,6 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
     One begins where the run does, after a space, or with a bracket or plus; it ends where the next
     could begin.
     """
-    beside = text[max(0, start - NEAR_BEFORE) : end + NEAR_AFTER]
-    if SINGLE_DIGITS.fullmatch(text, start, end) and not PHONE_CUE.search(beside):
-        return []
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
     breaks = (text[start:begin].rstrip(" .-/\n") for begin in starts[1:])
     ends = [*(start + len(before) for before in breaks), end]

@@ -64,8 +64,7 @@ class PiiType:
     example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a
     text as `spelling.plain` gives it; None: a name, found by `entities`. surrogate: an invented
     value in place of one; None: a person's, word by word (`surrogates`). is_numbered: case and
-    separators do not tell two values apart, and a surrogate keeps those of the place. has_digit:
-    every value holds one, so that a text without digits is not searched. sign:
+    separators do not tell two values apart, and a surrogate keeps those of the place. sign:
     what may stand before the value or not. cue: without it beside the value the default action
     is not to drop the row, but what `policy` says. is_reserved: whether a value is one set
     aside for examples. is_windowed: long texts are searched in pieces (`detector.in_windows`);
@@ -79,7 +78,6 @@ class PiiType:
     find: Search | None = None
     surrogate: Callable[[str, KeyedRandom], str] | None = None
     is_numbered: bool = False
-    has_digit: bool = False
     sign: str = ""
     cue: re.Pattern[str] | None = None
     is_reserved: Callable[[str], bool] = lambda value: False
@@ -140,7 +138,6 @@ PII_TYPES = (
         cards,
         invented.card,
         is_numbered=True,
-        has_digit=True,
         cue=CARD_CUE,
         is_windowed=False,
         is_reserved=invented.is_test_card,
@@ -152,7 +149,6 @@ PII_TYPES = (
         accounts,
         invented.iban,
         is_numbered=True,
-        has_digit=True,
     ),
     PiiType(
         "US_SSN",
@@ -161,7 +157,6 @@ PII_TYPES = (
         social_security_numbers,
         invented.social_security_number,
         is_numbered=True,
-        has_digit=True,
         cue=SSN_CUE,
         is_windowed=False,
     ),
@@ -172,7 +167,6 @@ PII_TYPES = (
         national_ids,
         invented.national_id,
         is_numbered=True,
-        has_digit=True,
         cue=DOCUMENT_CUE,
         is_windowed=False,
     ),
@@ -185,14 +179,7 @@ PII_TYPES = (
         invented.mail,
         is_reserved=invented.is_example_mail,
     ),
-    PiiType(
-        "IP_ADDRESS",
-        None,
-        "⟨93.184.215.14⟩",
-        ip_addresses,
-        invented.ip_address,
-        has_digit=True,
-    ),
+    PiiType("IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address),
     PiiType(
         "PHONE_NUMBER",
         None,
@@ -200,18 +187,10 @@ PII_TYPES = (
         phones,
         invented.phone,
         is_numbered=True,
-        has_digit=True,
         is_windowed=False,
         is_reserved=invented.is_fictional_phone,
     ),
-    PiiType(
-        "DATE_OF_BIRTH",
-        None,
-        "born ⟨March 5th, 1984⟩",
-        birth_dates,
-        invented.birth_date,
-        has_digit=True,
-    ),
+    PiiType("DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", birth_dates, invented.birth_date),
     PiiType(
         "LICENSE_PLATE",
         None,
@@ -219,7 +198,6 @@ PII_TYPES = (
         matching(PLATE, is_plate),
         invented.same_form,
         is_numbered=True,
-        has_digit=True,
     ),
     PiiType(
         "MAC_ADDRESS",
@@ -229,14 +207,7 @@ PII_TYPES = (
         invented.mac_address,
         is_numbered=True,
     ),
-    PiiType(
-        "COORDINATES",
-        None,
-        "gps: ⟨40.712776, -74.005974⟩",
-        coordinates,
-        invented.coordinates,
-        has_digit=True,
-    ),
+    PiiType("COORDINATES", None, "gps: ⟨40.712776, -74.005974⟩", coordinates, invented.coordinates),
     PiiType("HANDLE", None, "Instagram ⟨@ana_lee.84⟩", handles, invented.handle, sign="@"),
     PiiType(
         "URL",
@@ -258,6 +229,11 @@ PII_TYPES = (
 BY_NAME = {one.name: one for one in PII_TYPES}
 TYPES = tuple(BY_NAME)
 RANK = {type: rank for rank, type in enumerate(TYPES)}
+# Each value of these holds a digit: a text without one is not searched.
+WITH_DIGITS = {
+    "CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "IP_ADDRESS", "PHONE_NUMBER",
+    "DATE_OF_BIRTH", "LICENSE_PLATE", "COORDINATES",
+}  # fmt: skip
 NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
 
 

@@ -14,30 +14,10 @@ from collections.abc import Iterator
 from eyas.privacy.patterns import BASE58, is_base58check
 from eyas.privacy.spelling import LISTS, Span, joined
 
-# detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
+# detect-secrets' modules. Not among them: JWT (leaves the signature), private keys
 # (only the heading), basic authentication (only the password; links are found whole), IP addresses,
 # keywords and entropy.
-PLUGINS = {
-    "artifactory": "ArtifactoryDetector",
-    "aws": "AWSKeyDetector",
-    "azure_storage_key": "AzureStorageKeyDetector",
-    "cloudant": "CloudantDetector",
-    "discord": "DiscordBotTokenDetector",
-    "github_token": "GitHubTokenDetector",
-    "gitlab_token": "GitLabTokenDetector",
-    "ibm_cloud_iam": "IbmCloudIamDetector",
-    "ibm_cos_hmac": "IbmCosHmacDetector",
-    "mailchimp": "MailchimpDetector",
-    "openai": "OpenAIDetector",
-    "pypi_token": "PypiTokenDetector",
-    "sendgrid": "SendGridDetector",
-    "slack": "SlackDetector",
-    "softlayer": "SoftlayerDetector",
-    "square_oauth": "SquareOAuthDetector",
-    "stripe": "StripeDetector",
-    "telegram_token": "TelegramBotTokenDetector",
-    "twilio": "TwilioKeyDetector",
-}
+PLUGINS = LISTS["plugins"].split()
 # characters from which a pattern's group is the secret itself rather than its prefix
 SECRET_GROUP = 16
 
@@ -160,18 +140,13 @@ ALGORITHM = re.compile(
     r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
     re.I,
 )
-MAYBE_PASSWORD = re.compile(
-    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb"
-    rf"|openssl|client|redis-cli|net use|\bpin\b|[ -]key:?\s|{WORDS}",
-    re.I,
-)
-# Letters of what that pattern finds in a text of ASCII
+# Of what the patterns above need one, in small letters; or ELSEWHERE
 PASSWORD_NAMES = (
     "pass", "pw", "wort", "woord", "cred", "login", "log in", "zugangsdaten", "identifiants",
     "curl", "mysql", "mariadb", "openssl", "client", "redis-cli", "net use", " key", "-key",
     "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi",
 )  # fmt: skip
-PIN = re.compile(r"\bpin\b")
+PIN, MAYBE_ELSEWHERE = re.compile(r"\bpin\b"), re.compile(ELSEWHERE, re.I)
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
@@ -226,9 +201,11 @@ def passwords(text: str) -> Iterator[Span]:
     a word or code.
     """
     small = text.lower()
-    if small.isascii() and not (PIN.search(small) or any(one in small for one in PASSWORD_NAMES)):
-        return
-    if MAYBE_PASSWORD.search(text):
+    if (
+        any(name in small for name in PASSWORD_NAMES)
+        or PIN.search(small)
+        or (not text.isascii() and MAYBE_ELSEWHERE.search(text))
+    ):
         for match in PASSWORD.finditer(text):
             group = "quoted" if match["quoted"] else "bare"
             value = match[group] if group == "quoted" else match[group].rstrip(".,:")
@@ -274,9 +251,12 @@ def private_keys(text: str) -> Iterator[Span]:
 @functools.cache
 def plugin_patterns() -> tuple[re.Pattern[str], ...]:
     """The patterns of detect-secrets' plugins, each once."""
+    modules = [importlib.import_module(f"detect_secrets.plugins.{name}") for name in PLUGINS]
     plugins = (
-        getattr(importlib.import_module(f"detect_secrets.plugins.{name}"), kind)
-        for name, kind in PLUGINS.items()
+        one
+        for module in modules
+        for one in vars(module).values()
+        if getattr(one, "__module__", "") == module.__name__ and hasattr(one, "denylist")
     )
     return tuple(dict.fromkeys(pattern for plugin in plugins for pattern in plugin.denylist))
 
