@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
-import itertools
 import json
 import random
 import re
@@ -45,6 +44,8 @@ TYPED = {
     **dict.fromkeys(("org", "o"), ORGANIZATION),
 }
 NUM_FAMILY = 30_000  # the census' most frequent family names that are used
+NUM_COMMON = 12_000  # English words that are used
+NUM_WORDS = 300  # of them the first, which are words even where they are names ("will", "may")
 NUM_TOWN = 15_000  # people; smaller towns are in no list
 NO_NAME = frozenset(
     [
@@ -67,13 +68,12 @@ NO_NAME = frozenset(
         "al",
     ]
 )
-MOST_DRAWS = 1000  # of names of a kind, until one is found that is held back or is not
 CHARACTERS = 500  # of an unlabelled text that are read
 # Sets and sources of prompts in which whoever is named is public, invented or in a word problem
 KEPT = {
     "gsm8k_train": (3000, ""),
     "tldr": (2000, ""),
-    "self_dialogue": (3000, ""),
+    "self_dialogue": (7000, ""),
     "instructions": (
         10_000,
         "classic-books python-docs-fr python-docs-es python-docs-en opensource.guide-de banking77"
@@ -85,10 +85,21 @@ INTRODUCED = re.compile(
 )
 GOLD = {"PER": PERSON, "LOC": PLACE, "ORG": ORGANIZATION}
 LANGUAGES = {  # of the labelled sets: Faker's locales, and how often each is read
-    "da": ("da_DK", 3), "sv": ("sv_SE", 3), "nb": ("no_NO", 4), "nn": ("no_NO", 4),
-    "pt": ("pt_PT pt_BR", 3), "hr": ("hr_HR", 3), "sk": ("sk_SK", 3), "zh": ("zh_TW", 8),
-    "en": ("en_US en_GB en_IN", 4),
+    "da": ("da_DK", 2), "sv": ("sv_SE", 2), "nb": ("no_NO", 2), "nn": ("no_NO", 2),
+    "pt": ("pt_PT pt_BR", 2), "hr": ("hr_HR", 2), "sk": ("sk_SK", 2), "zh": ("zh_TW", 6),
+    "en": ("en_US en_GB en_IN", 3),
 }  # fmt: skip
+# Words in whose place a person's name can stand
+PRONOUNS = {
+    language: re.compile(rf"\b(?:{words})\b(?!['’])" if language != "zh" else words, re.I)
+    for language, words in {
+        "en": "he|she|him|someone|somebody|my (?:friend|boss|colleague|neighbou?r|brother|sister)",
+        "da": "han|hun|ham", "sv": "han|hon|honom", "nb": "han|hun|ham", "nn": "han|ho",
+        "pt": "ele|ela", "hr": "on|ona", "sk": "on|ona", "zh": "[他她](?![們们])",
+    }.items()
+}  # fmt: skip
+SENTENCE = re.compile(r"(?:^|(?<=[.!?\n] ))[A-Z][^.!?\n]{12,120}[.!?]", re.M)
+UNFIT = re.compile(r"(?<!^)\b(?!I\b)[A-Z]|\d")  # another name, or a word problem
 CLOSE = frozenset(".,;:!?)]}%…»”’") | {"'s", "n't", "'m", "'re", "'ll", "'ve", "'d"}
 OPEN = frozenset("([{«“$#@")
 
@@ -126,7 +137,7 @@ class Country:
     """Names and places of one of Faker's locales."""
 
     def __init__(self, locale: str, chance: random.Random, held_back: bool = False) -> None:
-        self.language = locale[:2]
+        self._locale, self.language = locale, locale[:2]
         self._chance, self._held_back = chance, held_back
         self._faker = faker.Faker(locale)
         self._faker.seed_instance(part(locale, 1 << 20))
@@ -140,21 +151,24 @@ class Country:
         raise KeyError(kinds)
 
     def _name(self, *kinds: str) -> str:
-        for attempt in itertools.count():
-            # Faker's vi_VN has two such names, none of them held back
-            name = self.draw(*kinds if attempt < MOST_DRAWS else ("first_name_male",))
-            if is_held_back(name, 5) == self._held_back:
-                break
+        while is_held_back(name := self.draw(*kinds), 5) != self._held_back:
+            pass
         return name
 
     def given(self) -> str:
-        return self._name("first_name")
+        # "first_name" of some locales, such as vi_VN, has but the two English names
+        return self._name(self._chance.choice(("first_name_female", "first_name_male")))
 
     def family(self) -> str:
         return self._name("last_name", "first_name")
 
     def full(self) -> str:
         """A given and a family name, in the order of the language."""
+        signs = FILL["foreign"].get(self._locale)
+        if signs and not self._held_back and self._chance.random() < 0.2:
+            parts = ("".join(self._chance.choices(signs, k=self._chance.choice((2, 2, 3, 3, 4))))
+                     for _ in range(self._chance.choice((1, 2, 2))))  # fmt: skip
+            return "·".join(parts)
         given, family = self.given(), self.family()
         if self.language in ("zh", "ko", "ja"):
             space = " " if self.language == "ja" and self._chance.random() < 0.4 else ""
@@ -226,7 +240,8 @@ def lists() -> dict[str, set[str]]:
                     kept = (one for one in some if not is_held_back(one, 5))
                     found["family" if kind[1] == "last" else "given"].update(kept)
     return {kind: {word for name in some for word in re.split(r"[\s-]+", name.lower())
-                   if (len(word) > 1 or word > "\u3000") and word not in NO_NAME}
+                   if (len(word) > 1 or word > "\u3000") and word not in NO_NAME
+                   and not (kind != "town" and is_held_back(word, 5))}
             for kind, some in found.items()}  # fmt: skip
 
 
@@ -239,7 +254,11 @@ class Writer:
     def __init__(self, seed: int, held_back: bool = False) -> None:
         self._chance, self._held_back = random.Random(seed), held_back
         self._countries: dict[str, Country] = {}
-        self._common = words()[:12_000]
+        given = {one.lower() for sex in ("male", "female") for one in census(f"{sex}.first")}
+        self._common = [
+            word for rank, word in enumerate(words()[:NUM_COMMON])
+            if rank < NUM_WORDS or word not in given
+        ]  # fmt: skip
 
     def country(self, locale: str) -> Country:
         if locale not in self._countries:
@@ -254,7 +273,7 @@ class Writer:
             picked = self._chance.choice(choice[1].split("|"))
             template = template[: choice.start()] + picked + template[choice.end() :]
         made = Text()
-        for piece in re.split(r"(\{\w+\})", template.replace("\\n", "\n")):
+        for piece in re.split(r"(\{\w+\})", template.replace("\\n", "\n").replace("\\t", "\t")):
             if not re.fullmatch(r"\{\w+\}", piece):
                 made.add(Text(piece))
                 continue
@@ -376,6 +395,34 @@ class Writer:
         styled = text.text.lower() if chance < 0.08 else text.text.upper() if chance < 0.1 else ""
         return Text(styled, text.spans) if len(styled) == len(text.text) else text
 
+    def named(self, text: Text, language: str) -> Text | None:
+        """The text with persons in place of a pronoun or two; None if it has none."""
+        taken = {place for start, end, _ in text.spans for place in range(start, end)}
+        found = [one for one in PRONOUNS[language].finditer(text.text) if one.start() not in taken]
+        if not found:
+            return None
+        country = self.country(self._latin() if language == "en" else
+                               self._chance.choice(LANGUAGES[language][0].split()))  # fmt: skip
+        spans = list(text.spans)
+        for one in self._chance.sample(found, min(len(found), self._chance.choice((1, 1, 2)))):
+            spans.append((*one.span(), ""))
+        made, end = Text(), 0
+        for start, stop, type in sorted(spans):
+            value = text.text[start:stop]
+            if not type:
+                value = self._chance.choice((country.given, country.full, country.family))()
+            made.add(Text(text.text[end:start]))
+            made.add(Text(value, [(0, len(value), type or PERSON)]))
+            end = stop
+        made.add(Text(text.text[end:]))
+        return made
+
+    def sentences(self, text: str) -> Iterator[Text]:
+        """English sentences of a text without names, with persons in place of their pronouns."""
+        for match in SENTENCE.finditer(text):
+            if not UNFIT.search(match[0]) and (made := self.named(Text(match[0]), "en")):
+                yield self._styled(made)
+
     def renamed(self, text: Text, language: str) -> Text:
         """The text with other persons in the same places."""
         locale = self._chance.choice(LANGUAGES[language][0].split())
@@ -455,12 +502,14 @@ def gold_texts(folder: Path, writer: Writer, seed: int) -> Iterator[Text]:
                     made.add(Text("" if language == "zh" else chance.choice(" \n")))
                     made.add(other)
                 yield made
+                if not made.unknown and (again := writer.named(made, language)):
+                    yield again
                 if made.spans and language != "zh" and chance.random() < 0.5:
                     yield writer.renamed(made, language)
 
 
-def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[Text]:
-    """Prompts whose persons stay. read: by set, the rows that people have labelled."""
+def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[tuple[str, Text]]:
+    """Sets and prompts whose persons stay. read: by set, the rows that people have labelled."""
     for name, (most, sources) in KEPT.items():
         with gzip.open(data / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
@@ -483,4 +532,4 @@ def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[Text]:
             count += 1
             if count > most:
                 break
-            yield Text(text[:CHARACTERS], [], [(0, CHARACTERS)])
+            yield name, Text(text[:CHARACTERS], [], [(0, CHARACTERS)])

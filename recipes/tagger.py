@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,9 @@ from recipes import entities
 from recipes.entities import PERSON, STREET, Text, Writer
 
 SEED, D, H = 5, 40, 96  # sizes of a token's vector, of a convolution's output
-NUM_ENGLISH, NUM_ROWS, NUM_FRAMES = 45_000, 4000, 40_000
+NUM_ENGLISH, NUM_ROWS, NUM_FRAMES = 75_000, 3000, 45_000
 MOST_TOKENS, BATCH_TOKENS, CHUNK = 300, 8000, 4000
-EPOCHS, TABLE_LR, LR, WARM = 7.0, 4e-3, 2e-3, 100
+EPOCHS, TABLE_LR, LR, WARM, SNAPSHOT = 7.0, 4e-3, 2e-3, 100, 200
 UNKNOWN, PADDING = -1, -2  # labels: no person and no address; no token
 # Shares of features that are left out, so that unseen names are not unlike seen ones
 DROP, DROP_LISTED, DROP_WORD, DROP_CASED = 0.15, 0.2, 0.3, 0.4
@@ -51,7 +52,10 @@ def texts(data: Path | None) -> Iterator[Text]:
         return
     yield from entities.gold_texts(data / "ner", writer, SEED)
     read = json.loads(gzip.decompress(natural.LABELS.read_bytes()))
-    yield from entities.kept_texts(data, read)
+    for name, text in entities.kept_texts(data, read):
+        yield text
+        if name == "instructions":
+            yield from itertools.islice(writer.sentences(text.text), 6)
     for row in natural.labelled(data):
         if row.is_tuned:
             spans = [(start, end, type) for type, start, end, who in row.spans
@@ -170,15 +174,20 @@ def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -right / (known.sum() + unknown.sum())
 
 
-def train(encoded: list[tuple[np.ndarray, np.ndarray]], vocabulary: Vocabulary) -> Network:
-    """Adam, the rate rising for WARM steps and falling to nothing."""
-    torch.manual_seed(SEED)
-    chance, network = random.Random(SEED), Network()
+def train(
+    network: Network, encoded: list[tuple[np.ndarray, np.ndarray]], vocabulary: Vocabulary,
+    epochs: float, rate: float,
+) -> Iterator[int]:  # fmt: skip
+    """Adam, the rate rising for WARM steps and falling to nothing. rate: of the rates of a start
+    from nothing. Yields each step's number.
+    """
+    chance = random.Random(SEED)
     lengths = [len(keys) for keys, _ in encoded]
     rest = [one for name, one in network.named_parameters() if not name.startswith("table")]
-    groups = [{"params": [network.table.weight], "lr": TABLE_LR}, {"params": rest, "lr": LR}]
+    groups = [{"params": [network.table.weight], "lr": rate * TABLE_LR},
+              {"params": rest, "lr": rate * LR}]  # fmt: skip
     optimizer = torch.optim.Adam(groups, fused=True)
-    steps = int(len(batches(lengths, random.Random(SEED))) * EPOCHS)
+    steps = int(len(batches(lengths, random.Random(SEED))) * epochs)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM) * max(1 - step / steps, 0.01)
     )
@@ -202,7 +211,7 @@ def train(encoded: list[tuple[np.ndarray, np.ndarray]], vocabulary: Vocabulary) 
         schedule.step()
         if step % 100 == 0:
             print(f"step {step} of {steps}, loss {loss.item():.4f}", flush=True)
-    return network
+        yield step
 
 
 def packed(network: Network, lists: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -221,19 +230,47 @@ def packed(network: Network, lists: dict[str, np.ndarray]) -> dict[str, np.ndarr
     }  # fmt: skip
 
 
+def unpack(network: Network, arrays: Mapping[str, np.ndarray]) -> None:
+    """Put the arrays of `packed` into a network."""
+    table = arrays["table"].astype(np.float32) * arrays["scale"]
+    to = {
+        "pool": network.pool.weight.T, "out": network.out.weight.T, "bias_out": network.out.bias,
+        **{f"conv{layer}": conv.weight.T for layer, conv in enumerate(network.convs)},
+        **{f"bias{layer}": conv.bias for layer, conv in enumerate(network.convs)},
+    }  # fmt: skip
+    with torch.no_grad():
+        network.table.weight.copy_(torch.from_numpy(table))
+        for name, one in to.items():
+            one.copy_(torch.from_numpy(arrays[name].astype(np.float32)))
+
+
 def main() -> None:
     """Write the weights."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("weights", type=Path)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--start", type=Path, help="weights to go on from, with half the rates")
+    parser.add_argument("--epochs", type=float, default=EPOCHS)
+    parser.add_argument("--share", type=float, default=1.0, help="of the texts, for a trial")
     options = parser.parse_args()
     words = entities.lists()
     lists = {name: np.array(sorted(map(tagger.hashed, words[name])), np.uint32) for name in LISTS}
     vocabulary = Vocabulary(lists)
-    encoded = [one for text in texts(options.data) if len((one := vocabulary.encode(text))[0])]
+    chance = random.Random(SEED)
+    encoded = [
+        one for text in texts(options.data)
+        if chance.random() < options.share and len((one := vocabulary.encode(text))[0])
+    ]  # fmt: skip
     tokens = sum(len(keys) for keys, _ in encoded)
     print(f"{len(encoded)} texts, {tokens} tokens, {len(vocabulary.rows)} distinct", flush=True)
-    network = train(encoded, vocabulary)
+    torch.manual_seed(SEED)
+    network = Network()
+    if options.start:
+        with np.load(options.start) as arrays:
+            unpack(network, arrays)
+    for step in train(network, encoded, vocabulary, options.epochs, 0.5 if options.start else 1.0):
+        if step % SNAPSHOT == SNAPSHOT - 1:
+            np.savez_compressed(options.weights, **packed(network, lists))
     np.savez_compressed(options.weights, **packed(network, lists))
 
 

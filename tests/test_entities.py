@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.errors import CorruptError
-from eyas.privacy import entities, tagger
+from eyas.privacy import entities, invented, tagger
 from eyas.privacy.detector import Detector
 from eyas.privacy.entities import BOTH, PIECE
+from eyas.privacy.invented import KeyedRandom
 from eyas.privacy.pii import PrivacyConfig
 from tests.marks import marked, unmarked
 
@@ -105,6 +107,26 @@ def test_pieces_cover_a_text(spaces, length):
     assert all(0 < end - start <= PIECE for start, end in pieces)
     for (_, end), (start, _) in itertools.pairwise(pieces):
         assert BOTH <= end - start < PIECE // 2 or letters[end - 1] == "\n"
+
+
+def test_a_postcode_is_found_behind_its_word_and_gets_one_of_its_form():
+    for text in ("my zip code is ⟨10115⟩", "Postcode: ⟨SW1A 1AA⟩\nok", "PLZ ⟨80331⟩, bitte"):
+        assert marked(unmarked(text), find) == (text, {"STREET_ADDRESS"})
+    assert find("zip 3 files, the code is 10115") == []
+    draw = KeyedRandom(b"key", "address")
+    for value in ("10115", "SW1A 1AA", "62701-1234"):
+        made = invented.address(value, draw)
+        assert re.sub("[A-Z]", "A", re.sub(r"\d", "9", made)) == re.sub(
+            "[A-Z]", "A", re.sub(r"\d", "9", value)
+        )
+
+
+def test_an_address_goes_on_in_the_next_line_of_a_quoted_mail(monkeypatch):
+    """Elsewhere a ">" stands in code, and nothing is on both sides of it."""
+    monkeypatch.setattr(entities, "tagger", Told("STREET_ADDRESS"))
+    quoted = "12 Elm Street\n> 62701 Springfield"
+    assert [quoted[one.start : one.end] for one in find(quoted)] == [quoted]
+    assert find("Elm > 62701 Springfield") == []
 
 
 class Told:

@@ -17,7 +17,15 @@ from eyas.privacy.findings import mask
 from eyas.privacy.identifiers import IDENTIFIERS, is_national_id, national_ids
 from eyas.privacy.patterns import is_base58check, is_bech32
 from eyas.privacy.pii import TYPES, PrivacyConfig, canonical
-from eyas.privacy.secrets import PLUGINS, api_keys, passwords, plugin_patterns, private_keys
+from eyas.privacy.secrets import (
+    PASSWORD_NAMES,
+    PLUGINS,
+    api_keys,
+    passwords,
+    plugin_patterns,
+    private_keys,
+)
+from eyas.privacy.spelling import LISTS
 from eyas.privacy.surrogates import clean
 from tests.marks import KEY, NO_NAMES, PATTERNS, marked, unmarked
 
@@ -604,6 +612,15 @@ def test_private_keys_are_found_from_heading_to_end():
     assert marked(unmarked(text))[0] == text, "two keys"
     putty = f"PuTTY-User-Key-File-2: ssh-rsa\nPrivate-Lines: 8\n{BODY}\nPrivate-MAC: 00"
     assert some(64) not in mask(putty, PATTERNS.find(putty))
+
+
+def test_each_word_for_a_password_is_looked_for_before_the_patterns():
+    """Of those in ASCII without signs of a pattern; the others are asked as one pattern."""
+    words = {word for kind in ("password", "password_elsewhere")
+             for words in LISTS[kind] for word in words.split("|")
+             if word.isascii() and word.replace(" ", "").isalpha()}  # fmt: skip
+    assert len(words) > 15
+    assert not [word for word in words if not any(name in word for name in PASSWORD_NAMES)]
 
 
 def test_the_plugins_are_patterns():

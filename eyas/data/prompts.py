@@ -223,7 +223,7 @@ def _make(
     inputs: Mapping[str, Manifest],
     track: Track,
 ) -> Manifest:
-    """The work itself, in a folder that is held."""
+    """The work itself, in a folder that is held: the three steps, the card, the done marker."""
     key, made_with = privacy_key(), versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != made_with:
         # Begun by another version of eyas or of a library: its blocks may differ.
@@ -243,7 +243,7 @@ def _make(
     try:
         with open_executor(config.executor, config.task(key), config.workers) as executor:
             if not output.exists(SELECTION):
-                decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
+                select_rows(config, output, executor, track)
             write(config, output, ledger, licences, executor)
     except (CorruptError, EmptyInputError):
         output.free()
@@ -291,10 +291,10 @@ def versions() -> dict[str, Any]:
     return {"eyas": VERSION, "match": MATCH_VERSION, **libraries, **detector.versions()}
 
 
-# Step 1: blocks.
+# Step 1: blocks of rows through the filters.
 
 
-def finished_blocks(
+def cleaned_blocks(
     config: PromptsConfig, store: BlockStore, executor: Executor, track: Track
 ) -> Generator[int]:
     """The number of finished blocks, each time one is added, those of an earlier run first."""
@@ -313,51 +313,48 @@ def finished_blocks(
             yield number
 
 
-# Step 2: decisions.
+# Step 2: what depends on other rows.
 
 
-def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
-    """Wait for the blocks, and write the selection; with `match` also its report."""
-    traffic, num_prompts, halves = None, None, None
+def select_rows(config: PromptsConfig, output: Artifact, executor: Executor, track: Track) -> None:
+    """Clean blocks, decide which rows are taken, and write the selection; with `match` also its
+    report.
+
+    All rows are read; with a limit and nothing drawn, as many blocks as give so many prompts. How
+    far is read follows from the rows alone, not from how many blocks were in flight.
+    """
+    store, traffic, halves = BlockStore(output), None, None
     if config.match:
         rows_of_traffic = read_source(traffic_source(config.match))
         halves = traffic_halves(row for row in rows_of_traffic if isinstance(row, SourceRow))
-        traffic, num_prompts = halves[0].grams, config.match.num_prompts
-    limits = [source.max_prompts for source in config.sources]
+        traffic = halves[0].grams
     rules = SelectionRules(
-        config.near_duplicates, limits, traffic, num_prompts, config.max_prompts, config.seed
+        config.near_duplicates,
+        [source.max_prompts for source in config.sources],
+        traffic,
+        config.match.num_prompts if config.match else None,
+        config.max_prompts,
+        config.seed,
     )
-    rows, selection = selected(BlockStore(output), rules, finished)
+    enough = None if rules.draws else rules.limit  # different texts
+    num_blocks, keys = 0, set[bytes]()
+    with contextlib.closing(cleaned_blocks(config, store, executor, track)) as finished:
+        for num_blocks in finished:
+            if enough is not None and rules.limit is not None:
+                keys.update(map(bytes, store.arrays(num_blocks - 1, "text_key")["text_key"]))
+                if len(keys) >= enough:
+                    taken = select(RemainingRows(store, num_blocks), rules).num_taken
+                    if taken == rules.limit:
+                        break
+                    # Some of the different rows are near-duplicates: read as many more.
+                    enough = len(keys) + rules.limit - taken
+    rows = RemainingRows(store, num_blocks)
+    selection = select(rows, rules)
     if halves:
         before = rows.profile(config.labels, selection.unrepeated)
         after = rows.profile(config.labels, selection.taken)
         output.write_json(REPORT, match_report(before, after, *halves))
     output.write(SELECTION, selection.to_bytes())
-
-
-def selected(
-    store: BlockStore, rules: SelectionRules, finished: Generator[int]
-) -> tuple[RemainingRows, Selection]:
-    """The decisions on all rows; with a limit and nothing drawn, on as many blocks as give so many.
-
-    How far is read follows from the rows alone, not from how many blocks were in flight.
-    """
-    enough = None if rules.draws else rules.limit
-    count, ended = 0, False  # finished blocks, and whether there are no more
-    keys: set[bytes] = set()  # of the different texts in them
-    with contextlib.closing(finished):
-        while True:
-            while not ended and (enough is None or len(keys) < enough):
-                number = next(finished, None)
-                ended, count = number is None, number or count
-                if number is not None and enough is not None:
-                    keys.update(map(bytes, store.arrays(number - 1, "text_key")["text_key"]))
-            rows = RemainingRows(store, count)
-            selection = select(rows, rules)
-            if ended or rules.limit is None or enough is None or selection.num_taken == rules.limit:
-                return rows, selection
-            # Some of the different rows are near-duplicates: read as many more.
-            enough = len(keys) + rules.limit - selection.num_taken
 
 
 # Step 3: prompts, dropped rows, ledger and card.

@@ -11,24 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.spelling import Span, cue, joined
+from eyas.privacy.spelling import LISTS, Span, cue, joined
 
-# Month names in the languages of the cues, in order; a surrogate stays within its line.
-MONTHS = (
-    "january february march april may june july august september october november december",
-    "jan feb mar apr may jun jul aug sep oct nov dec",
-    "januar februar märz april mai juni juli august september oktober november dezember",
-    "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre",
-    "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
-    "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre",
-    "janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro",
-    "januari februari maart april mei juni juli augustus september oktober november december",
-    "января февраля марта апреля мая июня июля августа сентября октября ноября декабря",
-    "stycznia lutego marca kwietnia maja czerwca lipca sierpnia września października listopada "
-    "grudnia",
-    "ocak şubat mart nisan mayıs haziran temmuz ağustos eylül ekim kasım aralık",
-    "januari februari maret april mei juni juli agustus september oktober november desember",
-)
+MONTHS = LISTS["months"]
 _MONTH = "|".join(sorted({one for line in MONTHS for one in line.split()}, key=len, reverse=True))
 YEAR = r"(?:19|20)\d\d"
 _DAY = r"\d{1,2}(?:st|nd|rd|th|er|\.|º)?"
@@ -54,17 +39,10 @@ BIRTH_DATES = (
 )
 BORN = re.compile("geboren|生|출생|태어|doğ|जन्म|हुआ", re.I)  # any that stands behind a date
 
-PLATE_CUE = (
-    r"licen[cs]e[ _-]?plates?|tag (?:number|no\.?)|immatricul\w+|госномер\w*"
-    r"|номер (?:машины|авто\w*)|车牌号?码?|plaka\w*|number[ _-]?plates?"
-    r"|plates?(?:[ _]number| no\.?)?"
-    r"|registration(?: number| plates?| no\.?)?|reg\.? (?:number|no\.?)|kennzeichen|matr[ií]cula"
-    r"|kenteken|targa|placa"
-)
 # Letters and digits in two or three groups, five to eight of them.
 _PLATE = r"[A-Z0-9ÄÖÜА-Я]{1,4}[ ·-]{0,3}[A-Z0-9А-Я]{1,4}(?:[ ·-]{0,3}[A-Z0-9А-Я]{1,4})?"
 PLATE = re.compile(
-    cue(PLATE_CUE) + r"[^\n.;?!]{0,16}?[\s:=\"'(#是为]{1,3}"
+    cue(joined("plate")) + r"[^\n.;?!]{0,16}?[\s:=\"'(#是为]{1,3}"
     rf"(?P<value>(?-i:(?:[\u4e00-\u9fff] ?)?{_PLATE}))(?![\w-])",
     re.I,
 )
@@ -146,6 +124,11 @@ NAMED_HANDLE = re.compile(
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
 )
+# What the pattern above needs, in small letters
+MAYBE_HANDLE = re.compile(
+    rf"(?:{NETWORKS}|name|handle|nick|alias|gamertag|user|id|account|profile)"
+    r"['\w -]{0,20}(?: is| was|:| =| called| named)\s|t\.me|\.com|u/|\w#\d"
+)
 
 
 # A line of a log, in whose numbers nobody's are
@@ -199,14 +182,15 @@ def handles(text: str) -> Iterator[Span]:
     """Account names: @name near a network's name or a word such as "follow"; names with a digit or
     sign behind "my username is" and the like; u/name, name#1234; the user of a home folder.
     """
-    yield from (match.span("value") for match in HOME.finditer(text))
+    if "/" in text or "\\" in text:
+        yield from (match.span("value") for match in HOME.finditer(text))
     if "@" in text and HANDLE_CUE.search(text):
         for match in AT_HANDLE.finditer(text):
             start, end = match.span()
             before = HANDLE_CUE.search(text, max(0, start - HANDLE_NEAR), start)
             if before or HANDLE_CUE.search(text, end, end + HANDLE_NEAR // 2):
                 yield start, end
-    for match in NAMED_HANDLE.finditer(text):
+    for match in NAMED_HANDLE.finditer(text) if MAYBE_HANDLE.search(text.lower()) else ():
         kind = match.lastgroup
         assert kind is not None, "each alternative has a group"
         value = match[kind]

@@ -23,6 +23,7 @@ from eyas.privacy.pii import (
     BY_NAME,
     NAME_TYPES,
     PII_TYPES,
+    WITH_DIGITS,
     PrivacyConfig,
     Search,
     canonical,
@@ -34,7 +35,7 @@ from eyas.privacy.spelling import Span, plain
 # seen with them: more than any value is long, cue included.
 WINDOW, MARGIN = 2000, 400
 LIBRARIES = ("python-stdnum", "detect-secrets")
-NO_SPACE = re.compile(r"\S")
+NO_SPACE, DIGIT = re.compile(r"\S"), re.compile(r"\d")
 CLOUD, OURS = "cloud_dlp", "eyas"
 
 
@@ -107,8 +108,9 @@ class Detector:
 
     def _patterns(self, text: str) -> Iterator[Finding]:
         spelt = plain(text)
+        types = self._types if DIGIT.search(spelt.text) else self._types - WITH_DIGITS
         for kind in PII_TYPES:
-            if kind.find and kind.name in self._types:
+            if kind.find and kind.name in types:
                 search = functools.partial(in_windows, kind.find) if kind.is_windowed else kind.find
                 for span in search(spelt.text):
                     yield Finding(kind.name, *spelt.span(*span))

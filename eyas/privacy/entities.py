@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eyas.privacy.findings import Finding, join_overlaps
+from eyas.privacy.spelling import joined
 from eyas.privacy.tagger import LABELS, MARKS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
@@ -27,21 +28,10 @@ WITHIN_ADDRESS = re.compile(
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
 IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
-WORDS = re.compile(r"[^\W\d_][\w'’-]*\.?")
 # Behind these words a name stands, whatever the tagger thinks of the sentence around it: where
 # somebody is introduced, a field of a form, one of the writer's people.
 INTRODUCES = re.compile(
-    r"(?<!\w)(?:my (?:(?:full|first|last|middle|sur|given|family) ?)?name(?: is|'s|’s)|i am called"
-    r"|(?:first|last|middle|given|family|full|maiden|patient|customer|contact)[ _-]?name ?[:=]"
-    r"|(?:my|our) (?:\w+ )?(?:wife|husband|brother|sister|mother|father|mom|mum|dad|son|daughter"
-    r"|uncle|aunt|cousin|boyfriend|girlfriend|friend|colleague|boss|manager|neighbou?r|roommate"
-    r"|nephew|niece|teacher|doctor|landlord|lawyer),?"
-    r"|mein name ist|ich hei(?:ß|ss)e|me llamo|mi nombre es|je m['’]appelle|mon nom est|mi chiamo"
-    r"|il mio nome è|meu nome é|(?:eu )?me chamo|chamo-me|ik heet|mijn naam is|jag heter"
-    r"|mitt namn är|jeg hedder|mit navn er|jeg heter|mitt navn er|nimeni on|nazywam się"
-    r"|mam na imię|jmenuji se|moje jméno je|volám sa|moje meno je|a nevem|mă numesc|numele meu este"
-    r"|меня зовут|мо[её] имя|мене звати|моє ім['’]я|казвам се|името ми е|zovem se|moje ime je"
-    r"|με λένε|το όνομά μου είναι|benim adım|adım|nama saya|tôi tên là|tên tôi là)\s+"
+    rf"(?<!\w)(?:{joined('introduces')})\s+"
     r"(?P<name>(?:[^\W\d_]\.|[^\W\d_][\w'’-]*)(?: (?:[^\W\d_]\.|[^\W\d_][\w'’-]*)){0,3})",
     re.I,
 )
@@ -53,12 +43,20 @@ UNCASED = re.compile(  # the same in scripts without capitals
     r"|(?<!\w)(?:اسمي|نام من|اسم من|שמי|קוראים לי)\s+(?P<ar>[^\W\d_]+(?: [^\W\d_]+)?)"
     rf"|मेरा नाम (?P<hi>(?:[^\W\d_]|[{MARKS}])+(?: (?:[^\W\d_]|[{MARKS}])+)?)(?= है|[।,.])"
 )
+# A postcode behind its word, of which a street's number and name are no part.
+POSTCODES = re.compile(
+    r"(?<!\w)(?:zip(?:[ -]?codes?)?|post(?:al)?[ -]?codes?|plz|postleitzahl|code postal"
+    r"|código postal)"
+    r"(?:\s?(?:is|ist|est|es|[:=#])\s?| )(?P<code>\d{4,5}(?:-\d{4})?|[A-Z]\d[A-Z] ?\d[A-Z]\d"
+    r"|[A-Z]{1,2}\d[A-Z\d]? ?\d[A-Z]{2})(?!\w|[.,]\d)",
+    re.I,
+)
 
 
 def version() -> str:
     """Of the weights and of what is taken for a name by them."""
     rules = repr((sorted(THRESHOLDS.items()), GROWS, PIECE, BOTH))
-    rules += INTRODUCES.pattern + UNCASED.pattern
+    rules += INTRODUCES.pattern + UNCASED.pattern + POSTCODES.pattern
     return f"{tagger().version}-{zlib.crc32(rules.encode()):08x}"
 
 
@@ -74,20 +72,21 @@ def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
                 _, start, _ = tokens[first + begin]
                 _, _, stop = tokens[first + end - 1]
                 found[number].append(Finding(type, offset + start, offset + stop))
-    return [
-        join_addresses(text, join_overlaps([*one, *introduced(text)]))
-        for text, one in zip(texts, found, strict=True)
-    ]
+    for text, one in zip(texts, found, strict=True):
+        codes = (Finding("STREET_ADDRESS", *code.span("code")) for code in POSTCODES.finditer(text))
+        names = join_overlaps([*one, *introduced(text)])
+        one[:] = join_overlaps([*join_addresses(text, names), *codes])
+    return found
 
 
 def introduced(text: str) -> Iterator[Finding]:
     """Names behind words that announce one: as many as have capitals, where a script has these."""
     for match in INTRODUCES.finditer(text):
-        start, words = match.start("name"), WORDS.finditer(match["name"])
-        capitals = [*itertools.takewhile(lambda one: one[0][0].isupper(), words)]
+        words = match["name"].split(" ")
+        capitals = " ".join(itertools.takewhile(lambda word: word[0].isupper(), words))
         if capitals:
-            yield Finding("PERSON", start + capitals[0].start(), start + capitals[-1].end())
-    for match in UNCASED.finditer(text):
+            yield Finding("PERSON", match.start("name"), match.start("name") + len(capitals))
+    for match in () if text.isascii() else UNCASED.finditer(text):
         yield Finding("PERSON", *match.span(match.lastgroup or 0))
 
 
@@ -153,12 +152,14 @@ def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
 
 def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
     """What of a run can be what it was taken for, as words [first, end) without signs at the ends.
-    It has a letter. Signs of code part names; nothing else is on both sides of one.
+    It has a letter. Signs of code part names; nothing else is on both sides of one, but for the
+    lines of a quoted mail.
     """
     if type not in THRESHOLDS:
         return
     code = NO_NAME - IN_ADDRESS if type == "STREET_ADDRESS" else NO_NAME
     signs = [-1, *(place for place, word in enumerate(words) if word in code), len(words)]
+    is_quoted = all(words[sign] == ">" and words[sign - 1] == "\n" for sign in signs[1:-1])
     sides = []
     for before, end in itertools.pairwise(signs):
         first = before + 1
@@ -168,7 +169,7 @@ def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
             end -= 1
         if first < end:
             sides.append((first, end))
-    if type == "PERSON" or len(sides) == 1:
+    if type == "PERSON" or len(sides) == 1 or is_quoted:
         yield from (one for one in sides if any(word[0].isalpha() for word in words[slice(*one)]))
 
 

@@ -99,10 +99,15 @@ def person(value: str, draw: KeyedRandom) -> str:
     return draw.choice(GIVEN)
 
 
+LONGEST_POSTCODE = 10  # characters
+
+
 def address(value: str, draw: KeyedRandom) -> str:
     """A number and a street; of each further part, between commas and line ends, digits like its
-    own and a town for its words.
+    own and a town for its words. Of a postcode alone one of its form.
     """
+    if len(value) <= LONGEST_POSTCODE and not re.search(r"[^\W\d_]{3}", value):
+        return same_form(value, draw)
     rest = re.split(r"([,\n]+\s*)", value)[1:]
     made = [f"{1 + draw.below(899)} {draw.choice(STREETS)} Street"]
     for part in rest:

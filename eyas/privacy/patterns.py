@@ -148,9 +148,10 @@ NO_PHONE = re.compile(
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
-SINGLE_DIGITS = re.compile(r"\d(?:\D+\d)*")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
+PHONE_DIGITS = range(7, 22)  # with an extension
+MOST_GROUPS = 6  # of digits, in a number as its country writes it
 LONGEST_BARE = 11  # digits of a mobile number that needs no cue where its language is spoken
 # Where one number of a run may end and the next begin.
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
@@ -183,6 +184,8 @@ OTHER_ADDRESS = re.compile(
     rf"(?![\w+/-])|\bsol(?:ana)?\b[^\n]{{0,24}}?(?<!\w)(?P<sol>[{BASE58}]{{43,44}})(?!\w)",
     re.I,
 )
+
+LONG_WORD = re.compile(r"[\w-]{14}")  # as long as the shortest wallet's address
 
 URL = re.compile(r"(?<![\w@])(?:(?:https?|ftp|wss?)://[\w\[]|www\.\w)[^\s<>\"'`{}|\\^]*", re.I)
 AFTER_URL = ".,;:!?)]*_"  # what ends a sentence or a bracket rather than a link
@@ -329,25 +332,37 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
     One begins where the run does, after a space, or with a bracket or plus; it ends where the next
     could begin.
     """
-    beside = text[max(0, start - NEAR_BEFORE) : end + NEAR_AFTER]
-    if SINGLE_DIGITS.fullmatch(text, start, end) and not PHONE_CUE.search(beside):
-        return []
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
-    ends = [*(len(text[:begin].rstrip(" .-/\n")) for begin in starts[1:]), end]
+    breaks = (text[start:begin].rstrip(" .-/\n") for begin in starts[1:])
+    ends = [*(start + len(before) for before in breaks), end]
+    places = [place for place in range(start, end) if text[place].isdigit()]
+    # Without a cue anywhere near the run, none of its parts has one.
+    has_cue = column(text, start) != "" or PHONE_CUE.search(
+        text[max(0, start - FAR_BEFORE) : end + FAR_BEFORE]
+    )
     found: list[Span] = []
     for first, begin in enumerate(starts):
-        if not found or begin >= found[-1][1]:
-            near = [last for last in reversed(ends[first:]) if last - begin <= LONGEST_PHONE]
-            longest = (last for last in near if _is_phone(text, begin, last))
-            found += [(begin, last) for last in longest][:1]
+        if found and begin < found[-1][1]:
+            continue
+        before = bisect.bisect_left(places, begin)
+        for last in reversed(ends[first : first + LONGEST_PHONE]):
+            num_digits = bisect.bisect_left(places, last) - before
+            if (
+                last - begin <= LONGEST_PHONE
+                and num_digits in PHONE_DIGITS
+                and _is_phone(text, begin, last, bool(has_cue))
+            ):
+                found.append((begin, last))
+                break
     return found
 
 
-def _is_phone(text: str, start: int, end: int) -> bool:
+def _is_phone(text: str, start: int, end: int, has_cue: bool) -> bool:
     """Whether the digits at [start, end) are a telephone number.
 
     Yes if written internationally (`+` and 8 to 15 digits), if the word beside them says so (7 to
-    15 digits), or if they are a valid number in the groups in which its country writes it.
+    15 digits), or if they are a valid number in the groups in which its country writes it. has_cue:
+    whether there may be such a word.
     """
     value = re.split(r"\s?(?:x|ext)", text[start:end], flags=re.I)[0]
     num_digits = len(re.findall(r"\d", value))
@@ -358,12 +373,16 @@ def _is_phone(text: str, start: int, end: int) -> bool:
             return False
     if value.startswith("+"):
         return 8 <= num_digits <= 15
-    if not 7 <= num_digits <= 15 or NO_PHONE.fullmatch(value) or not _is_field(text, start, end):
+    if not 7 <= num_digits <= 15 or (not has_cue and len(re.findall(r"\d+", value)) > MOST_GROUPS):
+        return False
+    if NO_PHONE.fullmatch(value) or not _is_field(text, start, end):
         return False
     if value.lstrip("(")[0] == "0":
         is_own = any(_has_own_groups(one, value) for one in PHONE_REGIONS)
     else:
         is_own = NORTH_AMERICAN.fullmatch(value) is not None and _is_valid("US", value)
+    if not (has_cue or is_own or _regions(text)):
+        return False
     said = says(text, start, end, PHONE_CUE, holds=is_own)
     if said is not None:
         return said and not (num_digits == 7 and len(re.findall(r"\d+", value)) > 3)
@@ -397,7 +416,12 @@ def _is_field(text: str, start: int, end: int) -> bool:
 
 def _is_in_log(text: str, start: int) -> bool:
     begin = text.rfind("\n", 0, start) + 1
-    return LOG.search(text[begin : begin + MOST_OF_LINE].partition("\n")[0]) is not None
+    return _is_log(text[begin : begin + MOST_OF_LINE].partition("\n")[0])
+
+
+@functools.lru_cache(maxsize=8)
+def _is_log(line: str) -> bool:
+    return LOG.search(line) is not None
 
 
 def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
@@ -515,6 +539,8 @@ def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
 
 def wallets(text: str) -> Iterator[Span]:
     """Wallet addresses: Base58Check and Bech32 with a right check, others by their form."""
+    if not LONG_WORD.search(text):
+        return
     for pattern, valid in ((BASE58_ADDRESS, is_base58check), (BECH32_ADDRESS, is_bech32)):
         for match in pattern.finditer(text):
             if valid(match.group()):

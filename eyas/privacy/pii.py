@@ -229,6 +229,11 @@ PII_TYPES = (
 BY_NAME = {one.name: one for one in PII_TYPES}
 TYPES = tuple(BY_NAME)
 RANK = {type: rank for rank, type in enumerate(TYPES)}
+# Each value of these holds a digit: a text without one is not searched.
+WITH_DIGITS = {
+    "CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "IP_ADDRESS", "PHONE_NUMBER",
+    "DATE_OF_BIRTH", "LICENSE_PLATE", "COORDINATES",
+}  # fmt: skip
 NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
 
 

@@ -14,30 +14,10 @@ from collections.abc import Iterator
 from eyas.privacy.patterns import BASE58, is_base58check
 from eyas.privacy.spelling import LISTS, Span, joined
 
-# detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
+# detect-secrets' modules. Not among them: JWT (leaves the signature), private keys
 # (only the heading), basic authentication (only the password; links are found whole), IP addresses,
 # keywords and entropy.
-PLUGINS = {
-    "artifactory": "ArtifactoryDetector",
-    "aws": "AWSKeyDetector",
-    "azure_storage_key": "AzureStorageKeyDetector",
-    "cloudant": "CloudantDetector",
-    "discord": "DiscordBotTokenDetector",
-    "github_token": "GitHubTokenDetector",
-    "gitlab_token": "GitLabTokenDetector",
-    "ibm_cloud_iam": "IbmCloudIamDetector",
-    "ibm_cos_hmac": "IbmCosHmacDetector",
-    "mailchimp": "MailchimpDetector",
-    "openai": "OpenAIDetector",
-    "pypi_token": "PypiTokenDetector",
-    "sendgrid": "SendGridDetector",
-    "slack": "SlackDetector",
-    "softlayer": "SoftlayerDetector",
-    "square_oauth": "SquareOAuthDetector",
-    "stripe": "StripeDetector",
-    "telegram_token": "TelegramBotTokenDetector",
-    "twilio": "TwilioKeyDetector",
-}
+PLUGINS = LISTS["plugins"].split()
 # characters from which a pattern's group is the secret itself rather than its prefix
 SECRET_GROUP = 16
 
@@ -76,7 +56,18 @@ MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
 SEED_WORDS = range(12, 25, 3)
 WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
-MAYBE_NAMED = re.compile(r"key|token|secret|authorization|client\(|cookie|openai\(", re.I)
+# In small letters, of what a pattern above needs one
+KEY_NAMES = (
+    "key",
+    "token",
+    "secret",
+    "authorization",
+    "client(",
+    "cookie",
+    "openai(",
+    "anthropic(",
+)
+SEED_NAMES = ("phrase", "word", "mnemonic", "seed")
 
 ELSEWHERE = joined("password_elsewhere")
 WORDS = f"{joined('password')}|{ELSEWHERE}"
@@ -149,11 +140,13 @@ ALGORITHM = re.compile(
     r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
     re.I,
 )
-MAYBE_PASSWORD = re.compile(
-    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb"
-    rf"|openssl|client|redis-cli|net use|\bpin\b|[ -]key:?\s|{WORDS}",
-    re.I,
-)
+# Of what the patterns above need one, in small letters; or ELSEWHERE
+PASSWORD_NAMES = (
+    "pass", "pw", "wort", "woord", "cred", "login", "log in", "zugangsdaten", "identifiants",
+    "curl", "mysql", "mariadb", "openssl", "client", "redis-cli", "net use", " key", "-key",
+    "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi",
+)  # fmt: skip
+PIN, MAYBE_ELSEWHERE = re.compile(r"\bpin\b"), re.compile(ELSEWHERE, re.I)
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
@@ -177,23 +170,25 @@ def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
     `api_key`.
     """
-    if any(_has_digit(run.group()) for run in RUN.finditer(text)):
+    runs = [run.group() for run in RUN.finditer(text)]
+    small = text.lower()
+    if any(map(_has_digit, runs)):
         for pattern in (*plugin_patterns(), *OURS):
             for match in pattern.finditer(text):
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
-    for match in SEED.finditer(text):
+    for match in SEED.finditer(text) if any(word in small for word in SEED_NAMES) else ():
         value = NO_SEED.sub("", match["value"])
         num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
         if value == match["value"] and MORE_WORDS.match(text, match.end()):
             num_words += 1  # there are more
         if num_words in SEED_WORDS or (match["sign"] and num_words >= SEED_WORDS[0]):
             yield start, start + len(value)
-    for match in WIF.finditer(text):
+    for match in WIF.finditer(text) if runs else ():
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()
-    if MAYBE_NAMED.search(text):
+    if any(word in small for word in KEY_NAMES):
         for pattern in (NAMED, BEARER, PASSED):
             for match in pattern.finditer(text):
                 value, start = match[match.lastgroup or 0], match.start(match.lastgroup or 0)
@@ -205,7 +200,12 @@ def passwords(text: str) -> Iterator[Span]:
     """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
     a word or code.
     """
-    if MAYBE_PASSWORD.search(text):
+    small = text.lower()
+    if (
+        any(name in small for name in PASSWORD_NAMES)
+        or PIN.search(small)
+        or (not text.isascii() and MAYBE_ELSEWHERE.search(text))
+    ):
         for match in PASSWORD.finditer(text):
             group = "quoted" if match["quoted"] else "bare"
             value = match[group] if group == "quoted" else match[group].rstrip(".,:")
@@ -251,9 +251,12 @@ def private_keys(text: str) -> Iterator[Span]:
 @functools.cache
 def plugin_patterns() -> tuple[re.Pattern[str], ...]:
     """The patterns of detect-secrets' plugins, each once."""
+    modules = [importlib.import_module(f"detect_secrets.plugins.{name}") for name in PLUGINS]
     plugins = (
-        getattr(importlib.import_module(f"detect_secrets.plugins.{name}"), kind)
-        for name, kind in PLUGINS.items()
+        one
+        for module in modules
+        for one in vars(module).values()
+        if getattr(one, "__module__", "") == module.__name__ and hasattr(one, "denylist")
     )
     return tuple(dict.fromkeys(pattern for plugin in plugins for pattern in plugin.denylist))
 

@@ -4,6 +4,7 @@ in their usual spelling, and long numbers in digits.
 
 from __future__ import annotations
 
+import itertools
 import re
 from importlib import resources
 
@@ -77,13 +78,14 @@ SPELT_NUMBER = re.compile(
     rf"|(?:double|triple) (?:{_NUMERAL}){_MORE}){_MORE}+(?!\w)",
     re.I,
 )
-MAYBE_NUMBER = re.compile(rf"\b(?:{_NUMERAL})[ ,.-]{{1,2}}(?:{_NUMERAL}|\d|dash|double)", re.I)
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:{_NUMERAL})(?=\d)", re.I)
 # 3-3-4 with letters for the digits that they look like
 MISREAD = re.compile(
     r"(?<!\w)(?=[\d() .-]{0,14}[OoIl])(?=(?:[OoIl() .-]{0,4}\d){5})"
     r"\(?[\dOoIl]{3}\)?[-. ]{1,2}[\dOoIl]{3}[-. ][\dOoIl]{4}(?!\w)"
 )
+DIGIT, WORD = re.compile(r"\d"), re.compile(r"\w+")
+TIMES = {"double": 2, "triple": 3}
 HYPHENS = dict.fromkeys(("dash", "hyphen", "strich", "tiret"), "-")
 AS_DIGITS = str.maketrans("OoIl", "0011")
 
@@ -117,12 +119,23 @@ def plain(text: str) -> FoldedText:
     if "DOT" in folded.text:
         spelt = folded.sub(AT_CAPITAL, lambda _: "@")
         folded = spelt.sub(DOT_CAPITAL, lambda _: ".") if spelt is not folded else folded
-    if MAYBE_NUMBER.search(folded.text):
+    if has_numerals(folded.text):
         folded = folded.sub(SPELT_NUMBER, _in_digits)
+    if not DIGIT.search(folded.text):
+        return folded
     if WITHIN_NUMBER.search(folded.text):
         folded = folded.sub(WITHIN_NUMBER, _in_digits)
     folded = folded.sub(MISREAD, lambda match: match[0].translate(AS_DIGITS))
     return folded.sub(NUMBER_DOT, lambda _: ".")
+
+
+def has_numerals(text: str) -> bool:
+    """Whether two of its words may be digits; quick for ASCII."""
+    return not text.isascii() or any(
+        word in NUMERALS
+        and (after in NUMERALS or after[0].isdigit() or after in HYPHENS or after in TIMES)
+        for word, after in itertools.pairwise(WORD.findall(text.lower()))
+    )
 
 
 def _in_digits(match: re.Match[str]) -> str:
@@ -130,5 +143,5 @@ def _in_digits(match: re.Match[str]) -> str:
     for word in re.findall(r"\w+", match[0].lower()):
         sign = word if word.isdigit() else HYPHENS.get(word, "")
         digits.append(NUMERALS.get(word, sign) * times)
-        times = {"double": 2, "triple": 3}.get(word, 1)
+        times = TIMES.get(word, 1)
     return "".join(digits)
