@@ -13,7 +13,7 @@ import numpy as np
 
 from eyas.privacy.findings import Finding, join_overlaps
 from eyas.privacy.spelling import joined
-from eyas.privacy.tagger import LABELS, MARKS, TYPES, Floats, Token, tagger, tokenize
+from eyas.privacy.tagger import IS_SINGLE, LABELS, MARKS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
 THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
@@ -152,8 +152,8 @@ def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
 
 def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
     """What of a run can be what it was taken for, as words [first, end) without signs at the ends.
-    It has a letter. Signs of code part names; nothing else is on both sides of one, but for the
-    lines of a quoted mail.
+    It has two letters, or one of a script without spaces. Signs of code part names; nothing else is
+    on both sides of one, but for the lines of a quoted mail.
     """
     if type not in THRESHOLDS:
         return
@@ -169,8 +169,10 @@ def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
             end -= 1
         if first < end:
             sides.append((first, end))
-    if type == "PERSON" or len(sides) == 1 or is_quoted:
-        yield from (one for one in sides if any(word[0].isalpha() for word in words[slice(*one)]))
+    for one in sides if type == "PERSON" or len(sides) == 1 or is_quoted else ():
+        letters = [sign for word in words[slice(*one)] for sign in word if sign.isalpha()]
+        if len(letters) > 1 or any(map(IS_SINGLE.match, letters)):
+            yield one
 
 
 def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
