@@ -280,7 +280,7 @@ TABLES: list[Table] = [
         sizes("sizes_avx2", "sizes_large", "sizes_amx"),
     ),
     (
-        "How long does a forward of several rows take, by one of one row? (1 B, Q4_K_M)",
+        "How long does a forward of several rows take, relative to one row? (1 B, Q4_K_M)",
         "processor, 4 rows, 8, 16, 32",
         [("AVX2", "sizes_avx2", in_rows), ("AMX", "sizes_amx", in_rows)],
     ),

@@ -260,8 +260,9 @@ class HeadOptions(BaseModel):
 
     The default norms, fc_norm and norm_output, are EAGLE-3.1's, which eyas, SGLang and vLLM read;
     llama.cpp and OpenVINO read a head without them (docs/decisions/training.md).
-    draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
-    MOST_DRAFT_TOKENS. draft_tokens: a file that says which (`train.start.given_vocabulary`); None
+    draft_vocab_size: by default as many tokens as cover 99 % of the training answers
+    (train/start.py), at most 32,000. draft_tokens: a file that says which
+    (`train.start.given_vocabulary`); None
     counts the answers. sliding_window: in last tokens.
     """
 

@@ -59,9 +59,10 @@ class ObjectiveConfig(BaseModel):
     """The loss: EAGLE-3's reference, except for the loss mask, the mean over judged slots, and the
     defaults of what follows (docs/decisions/training.md).
 
-    num_ttt_steps: K. later_steps: whether all slots are unrolled to the last step, or of step i the
-    share STEP_DECAY ** i (sampled), others in every training step: the same loss on average, for
-    little more than half of the work. weight_decay: of all weights but norms, times the learning
+    num_ttt_steps: K. later_steps: with `all` every step unrolls all slots; with `sampled` step i
+    unrolls only the share .8 ** i, other slots in every training step: the same loss on average,
+    for little more than half of the work. weight_decay: of all weights but norms, times the
+    learning
     rate (decoupled, as in AdamW). recompute: keep little of each step of the unroll for the
     backward and compute the rest again: the same loss but for rounding, in a fraction of the
     memory.
