@@ -1,7 +1,7 @@
 """The refresh of docs/production.md as a Vertex AI pipeline: `python deploy/vertex_pipeline.py
 refresh.json` compiles it.
 
-Needs kfp 2.17 (`pip install --group vertex`) in its own environment: kfp pins old versions of
+Needs kfp 2.17 (`pip install --group vertex`, pip 25.1 or newer) in its own environment: it pins old
 requests, urllib3 and protobuf. Then, with
 google-cloud-aiplatform:
 

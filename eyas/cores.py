@@ -42,7 +42,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 def processor() -> str:
     """The processor's name; "" where the system does not say it."""
-    named = re.search(r"^model name\s*:\s*(.*\S)", _text(ROOT / "proc/cpuinfo"), re.MULTILINE)
+    named = re.search(r"^model name\s*:[ \t]*(.*\S)", _text(ROOT / "proc/cpuinfo"), re.MULTILINE)
     return named[1] if named else platform.processor()
 
 

@@ -1,6 +1,6 @@
 """Train the tagger of `eyas.privacy` on the texts of `entities.py`, and write its weights.
 
-    pip install -e '.[train]' --group recipes
+    pip install -e '.[train]' --group recipes    # pip 25.1 or newer
     python recipes/tagger.py eyas/privacy/weights/tagger.npz --data ../shared/data
 
 data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universalner.org; the Broad

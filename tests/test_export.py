@@ -574,6 +574,16 @@ def test_a_card_says_what_it_does_not_know(target, tmp_path):
     assert training == {"train": {"epochs": 3}}
 
 
+@pytest.mark.parametrize("chains", [{}, {"tau_by_num_draft_steps": [2.0]}])
+def test_a_card_says_chains_only_where_chains_were_walked(target, head, tmp_path, chains):
+    told = {**MEASURED, "trees": [tree("fixed(4,2,9)", 2.5)], "assumes": "fixed(4,2,9)", **chains}
+    told["tau_interval"] = None
+    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
+    text = card_of(tmp_path / "export")
+    assert ("By chains on stored features tau is" in text) == bool(chains)
+    assert ("It assumes fixed(4,2,9)." in text) != bool(chains)
+
+
 def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, head, tmp_path):
     told = {
         "tau": 2.718,
@@ -587,6 +597,7 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "trees": [
             {**tree("fixed(4,4,16)", 3.5), "tree_topk": 4, "num_verify_tokens": 16}
             | {"tau_interval": [3.25, 3.75], "accept_hist": [1, 2]}
+            | {"by_source": {"sgd": {"tau": 4.0}, "gsm8k": {"tau": 3.25}}}
         ],
         "dtype": "bfloat16",
         "num_draft_steps": 2,
@@ -604,6 +615,6 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
     assert {one.dataset_name: one.metric_value for one in card.data.eval_results} == {
         "all held-out answers": 3.5,
-        "sgd": 3.0,
-        "gsm8k": 2.0,
+        "sgd": 4.0,
+        "gsm8k": 3.25,
     }

@@ -25,7 +25,6 @@ import fsspec
 
 from eyas.builtin import BUILTIN, packaged_prompts
 from eyas.client import unbroken
-from eyas.data.shapes import ID_KEYS
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.records import Message
 
@@ -104,7 +103,7 @@ def task_of(row: Any, number: int, url: str) -> Task:
             f"{url} row {number} has no user turn",
             'give rows with "turns", a list of texts, or with "messages"',
         )
-    prompt_id = next((row[key] for key in ID_KEYS if row.get(key) is not None), number)
+    prompt_id = row.get("id", row.get("question_id", number))
     num_turns = len(row["turns"]) if row.get("turns") else _num_user_turns(row["messages"])
     category = str(row.get("category", row.get("source", "")))
     return Task(str(prompt_id), category, tuple(messages), num_turns > _num_user_turns(messages))

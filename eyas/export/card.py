@@ -130,7 +130,7 @@ class HeadCard:
             found["metrics"] = ["tau"]
             first = (measured.get("trees") or [measured])[0]  # the served tree, if measured
             taus = {"all held-out answers": first["tau"]}
-            taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
+            taus |= {name: one["tau"] for name, one in first.get("by_source", {}).items()}
             metric = {"type": "tau", "name": "tau, emitted tokens per round"}
             results = [
                 {

@@ -3,11 +3,11 @@
 //   panel    [pair of inputs][block][column][2]: all weights of inputs 2p, 2p + 1, then those of
 //            2p + 2, ...
 //
-// bf16 weights are squeezed to 12 bits where that loses nothing: what a step costs is the reading
-// of them. The upper byte of a bf16 (sign and seven bits of exponent) takes few values in one
-// matrix: it is stored as an index of four bits into the most frequent fifteen and 0; the few
-// weights with another one are put in after unpacking. The first tile of rows unpacks while it
-// multiplies, and leaves what it unpacked to the other tiles. The bits are those of plain bf16.
+// bf16 weights are squeezed to 12 bits where that loses nothing, since reading them is the cost.
+// The upper byte of a bf16 (sign and seven bits of exponent) takes few values in one matrix: it is
+// stored as an index of four bits into the most frequent fifteen and 0; the few weights with
+// another one are put in after unpacking. The first tile of rows unpacks while it multiplies and
+// leaves that to the other tiles. The bits are those of plain bf16.
 //
 //   chunk    8 pairs of inputs: [lower bytes of four lines of 32 weights] ...
 //            [64 bytes with their 128 indices] ...
@@ -25,15 +25,14 @@ enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2, half = 3 };
 // Of a pair of inputs and 16 columns.
 constexpr size_t line_bytes(Packed kind) { return kind == Packed::fp32 ? 128 : 64; }
 
-constexpr int kChunkPairs =
-    128;  // 32 KB of a panel: its second and further tiles of rows find it in a cache
+constexpr int kChunkPairs = 128;    // 32 KB of a panel: further tiles of rows find it in a cache
 constexpr int kSqueezedPairs = 8;   // of a chunk
 constexpr int kUnpackedChunks = 8;  // left to the other tiles: 16 KB
 constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
-constexpr int kNearRows = 4;  // up to these, plain weights are fetched into the first cache
+constexpr int kNearRows = 4;  // up to these, plain weights go into the first cache
 
-// What is to be fetched while something else is worked on.
+// What is fetched while something else is worked on.
 struct Ahead {
   Address from = 0;
   size_t lines = 0;
@@ -317,9 +316,11 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
     for (int v = 0; v < V; ++v)
       sum[r][v] = fresh ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
   constexpr size_t unit = line_bytes(kind);
-  const size_t fetched = (ahead.lines + pairs - 1) / pairs * 64;
-  for (int p = 0; p < pairs; ++p, weights += W * unit, ahead.from += fetched) {
-    prefetch(ahead.from, fetched, ahead.is_far);
+  const size_t each = (ahead.lines + pairs - 1) / pairs;
+  for (int p = 0; p < pairs; ++p, weights += W * unit) {
+    const size_t lines = std::min(each, ahead.lines);
+    prefetch(ahead.from, lines * 64, ahead.is_far);
+    ahead.from += lines * 64, ahead.lines -= lines;
     if constexpr (A::is_bf16 && kind == Packed::bf16) {
       Bits w[V];
       for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);

@@ -181,8 +181,7 @@ INLINE void prefetch(Address at, size_t bytes, bool is_far = false) {
   for (size_t i = 0; i < bytes; i += 64) is_far ? fetch_far(at + i) : fetch(at + i);
 }
 
-// Fetches what a thread will read kLead bytes later: on its share of one product and then on that
-// of the next.
+// Fetches what a thread will read later: of its share of one product, then of the next.
 class Stream {
  public:
   Stream(const Product& product, const Product* next, int t, int T)

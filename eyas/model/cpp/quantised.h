@@ -305,8 +305,8 @@ INLINE void fetch_block(const Stream& stream, const uint8_t* unit, int block,
   if (at != 0) prefetch(at, bytes, is_far);
 }
 
-// Sums of R rows, a group from row `first` on, on one block of 16 columns. What is ahead is fetched
-// by the first group.
+// Sums of R rows, a group from row `first` on, on one block of 16 columns. The first group
+// fetches what is ahead.
 template <class Q, int R>
 void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, float* to,
                     const Stream* stream) {
