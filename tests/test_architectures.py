@@ -48,8 +48,8 @@ page; a test runs every row on a small model with random weights.
 **Trained for** means that these stages run: a server answers (`eyas generate --server URL`: vLLM or
 SGLang), transformers computes hidden states (`eyas capture`), and the head is trained, evaluated
 (trees along the model's own answers), exported and checked. Our **own engine** also answers,
-captures and serves without a server, with the same output as without a head; it refuses any other
-model.
+captures and serves without a server, with the same output as without a head; it refuses a model
+that it has no entry for.
 
 Other models may run too: eyas tries any language model of seven or more layers that transformers
 loads, and first compares the captured states with the model's own logits. Begin with ten prompts.

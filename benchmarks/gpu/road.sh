@@ -1,12 +1,12 @@
 # The road of docs/gpu.md by its commands at small scale, each stage timed: OUT/road.jsonl has seconds and tokens/s.
-#   [MORE=FLAGS of SGLang] [PROMPTS=2000 TOKENS=256 EPOCHS=2] bash benchmarks/gpu/road.sh OUT MODEL [sglang | eyas]
+#   [ENGINE_PYTHON=FILE] [MORE=FLAGS of SGLang] [PROMPTS=2000 TOKENS=256 EPOCHS=2] bash benchmarks/gpu/road.sh OUT MODEL [sglang | eyas]
 set -e
 out=${1:?a folder} model=${2:?a model} engine=${3:-sglang} port=8731
 python=${PYTHON:-python3}
 eyas() { $python -m eyas.cli.main "$@"; }
 serve() {  # plain, or with a head; waits until it answers
     if [ "$engine" = eyas ]; then set -- serve --target "$model" --port $port ${1:+--head "$1"}
-    else set -- serve --engine "$engine" --target "$model" --port $port ${1:+--head "$1"} --engine-args "$MORE"; fi
+    else set -- serve --engine "$engine" ${ENGINE_PYTHON:+--engine-python "$ENGINE_PYTHON"} --target "$model" --port $port ${1:+--head "$1"} --engine-args "$MORE"; fi
     $python -m eyas.cli.main "$@" > "$out/server.log" 2>&1 &
     server=$!
     trap 'kill $server' EXIT
