@@ -203,13 +203,19 @@ SIZES = {
         ("qwen3-moe", "Mixture of experts, 5 GB", "Q4_K_M"),
         ("llama-8b", "8 B", "Q4_K_M"),
     ),
+    "sizes_avx512": (("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"),),
     "sizes_amx": (
         ("llama-1b", "1 B", "Q4_K_M Q4_0"),
         ("llama-3b", "3 B", "Q4_K_M"),
         ("llama-8b", "8 B", "Q4_K_M"),
     ),
 }
-SIZES_ON = {"sizes_avx2": "AVX2", "sizes_large": "AVX2", "sizes_amx": "AMX"}
+SIZES_ON = {
+    "sizes_avx2": "AVX2",
+    "sizes_large": "AVX2",
+    "sizes_avx512": "AVX-512",
+    "sizes_amx": "AMX",
+}
 
 
 def sizes(*files: str) -> list[Row]:
@@ -277,12 +283,12 @@ TABLES: list[Table] = [
     (
         "And at usual sizes and formats? (tokens/s)",
         BESIDE_LLAMA,
-        sizes("sizes_avx2", "sizes_large", "sizes_amx"),
+        sizes(*SIZES),
     ),
     (
         "How long does a forward of several rows take, relative to one row? (1 B, Q4_K_M)",
         "processor, 4 rows, 8, 16, 32",
-        [("AVX2", "sizes_avx2", in_rows), ("AMX", "sizes_amx", in_rows)],
+        [(on, file, in_rows) for file, on in SIZES_ON.items() if file != "sizes_large"],
     ),
     (
         "How soon is a model ready, and in how much memory?",
