@@ -270,10 +270,12 @@ def main() -> None:
     if options.start:
         with np.load(options.start) as arrays:
             unpack(network, arrays)
+    part = Path(f"{options.weights}.part.npz")
     for step in train(network, encoded, vocabulary, options.epochs, 0.5 if options.start else 1.0):
         if step % SNAPSHOT == SNAPSHOT - 1:
-            np.savez_compressed(options.weights, **packed(network, lists))
-    np.savez_compressed(options.weights, **packed(network, lists))
+            np.savez_compressed(part, **packed(network, lists))
+    np.savez_compressed(part, **packed(network, lists))
+    part.replace(options.weights)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,25 @@ def test_pieces_cover_a_text(spaces, length):
         assert BOTH <= end - start < PIECE // 2 or letters[end - 1] == "\n"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "write an essay about dogs plz 1000 words",
+        "zip 4096 bytes at a time",
+        "What is the oxidation state of Cr in K2Cr2O7 and of Mn in KMnO4?",
+        "error at R17-M1-N9-C and R24-M0",
+        "[req-c03b1a7b-aba8 9bd1ef322e0e484ad5444e05e1e8f047 b221c2354a]",
+    ],
+)
+def test_what_only_looks_like_an_address_stays(text):
+    assert not [one for one in entities.find_entities([text])[0] if one.type == "STREET_ADDRESS"]
+
+
+@pytest.mark.parametrize("text", ["my zip code is 10115 and I moved", "zip 90210", "PLZ: 8001"])
+def test_a_postcode_behind_its_word_is_found(text):
+    assert [one for one in entities.find_entities([text])[0] if one.type == "STREET_ADDRESS"]
+
+
 def test_a_postcode_alone_gets_one_of_its_form():
     made = invented.address("SW1A 1AA", KeyedRandom(b"key", "address"))
     assert re.fullmatch("[A-Z]{2}[0-9][A-Z] [0-9][A-Z]{2}", made)

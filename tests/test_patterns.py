@@ -622,7 +622,28 @@ def test_each_word_for_a_password_is_looked_for_before_the_patterns():
         if word.isascii() and len(word) > 4 and word.replace(" ", "").isalpha()
     ]
     assert len(plain) > 8
-    assert not [word for word in plain if not any(name in word for name in PASSWORD_NAMES)]
+    for word in [*plain, "jelszavam", "jelszava"]:
+        assert any(name in word for name in PASSWORD_NAMES), word
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"user_phone": "⟨6505551234⟩"}',
+        "phone_number: ⟨5551234⟩",
+        'data["user_phone"] = "⟨45 12 88 61⟩"',
+        "home_tel=⟨12345678⟩",
+        "phone,name,street,city,country,remarks of the person who called us last,Address line 2\n"
+        "⟨5551234⟩,Ann,Main Street,York,UK,none at all,none",
+    ],
+)
+def test_a_phone_behind_a_key_or_under_a_heading_is_found(line):
+    assert marked(unmarked(line))[0] == line
+
+
+@pytest.mark.parametrize("word", ["jelszavam", "jelszava"])
+def test_a_password_behind_its_word_in_a_text_of_ascii_is_found(word):
+    assert "Szia1234" not in mask(f"A {word}: Szia1234", PATTERNS.find(f"A {word}: Szia1234"))
 
 
 def test_the_plugins_are_patterns():

@@ -26,6 +26,12 @@ WITHIN_ADDRESS = re.compile(
     r"[^\W\d_]?[\s,;.\-–|>(#]{0,12}(?:(?:[A-Z]{1,2}[ -]?)?\d{3,6}(?: [A-Z]{2})?[\s,]{1,3})?"
 )
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
+# A word of an address; a formula (Fe2O3) and a place of a machine (R17-M1-N9) have none. Hashes.
+ADDRESS_WORD = re.compile(
+    r"(?<![A-Za-z\d])[A-Za-z]{2,}(?!\d)|[A-Z]?[a-z]{3,}|[^\W\d_A-Za-z]{2,}"
+    r"|[A-Z]\d[A-Z\d]? \d[A-Z]"  # or a British or Canadian postcode
+)
+HASH = re.compile(r"(?<!\w)(?=\w*\d)(?=\w*[a-f])[\da-f]{8,}(?!\w)")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
 IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
 # Behind these words a name stands, whatever the tagger thinks of the sentence around it: where
@@ -45,10 +51,11 @@ UNCASED = re.compile(  # the same in scripts without capitals
 )
 # A postcode behind its word, of which a street's number and name are no part.
 POSTCODES = re.compile(
-    r"(?<!\w)(?:zip(?:[ -]?codes?)?|post(?:al)?[ -]?codes?|plz|postleitzahl|code postal"
-    r"|código postal)"
-    r"(?:\s?(?:is|ist|est|es|[:=#])\s?| )(?P<code>\d{4,5}(?:-\d{4})?|[A-Z]\d[A-Z] ?\d[A-Z]\d"
-    r"|[A-Z]{1,2}\d[A-Z\d]? ?\d[A-Z]{2})(?!\w|[.,]\d)",
+    r"(?<!\w)(?:(?:zip[ -]?codes?|post(?:al)?[ -]?codes?|postleitzahl|code postal|código postal)"
+    r"(?:\s?(?:is|ist|est|es|[:=#])\s?| )"
+    r"|(?:zip|plz)\s?(?:[:=#]\s?|(?=\s?\d{5}(?!\d| (?-i:[a-z])))\s))"
+    r"(?P<code>\d{4,5}(?:-\d{4})?|[A-Z]\d[A-Z] ?\d[A-Z]\d|[A-Z]{1,2}\d[A-Z\d]? ?\d[A-Z]{2})"
+    r"(?!\w|[.,]\d)",
     re.I,
 )
 
@@ -56,7 +63,8 @@ POSTCODES = re.compile(
 def version() -> str:
     """Of the weights and of what is taken for a name by them."""
     rules = repr((sorted(THRESHOLDS.items()), GROWS, PIECE, BOTH))
-    rules += INTRODUCES.pattern + UNCASED.pattern + POSTCODES.pattern
+    for pattern in (INTRODUCES, UNCASED, POSTCODES, ADDRESS_WORD, HASH):
+        rules += pattern.pattern
     return f"{tagger().version}-{zlib.crc32(rules.encode()):08x}"
 
 
@@ -203,9 +211,10 @@ def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it has two letters, a number or a second word, and digits twice as many as letters at
-    most; "54362315K" and a word beside a card's number have not.
+    """Whether it has a word of an address and a number or a second word, no hash, and digits twice
+    as many as letters at most; "54362315K" and a word beside a card's number have not.
     """
     words = [word for word, _, _ in tokenize(text) if word[0].isalnum()]
     num_letters, num_digits = sum(map(str.isalpha, text)), sum(map(str.isdigit, text))
-    return len(words) > 1 < num_letters and num_digits <= 2 * num_letters
+    is_worded = ADDRESS_WORD.search(text) is not None and HASH.search(text) is None
+    return is_worded and len(words) > 1 and num_digits <= 2 * num_letters

@@ -336,10 +336,9 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
     breaks = (text[start:begin].rstrip(" .-/\n") for begin in starts[1:])
     ends = [*(start + len(before) for before in breaks), end]
     places = [place for place in range(start, end) if text[place].isdigit()]
-    # Without a cue anywhere near the run, none of its parts has one.
-    has_cue = column(text, start) != "" or PHONE_CUE.search(
-        text[max(0, start - FAR_BEFORE) : end + FAR_BEFORE]
-    )
+    # Without a cue anywhere near the run, none of its parts has one. A run may cross a line.
+    near = text[max(0, start - FAR_BEFORE) : end + FAR_BEFORE].replace("_", " ")
+    has_cue = PHONE_CUE.search(near) or any(column(text, begin) for begin in starts)
     found: list[Span] = []
     for first, begin in enumerate(starts):
         if found and begin < found[-1][1]:

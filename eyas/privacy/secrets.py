@@ -144,7 +144,7 @@ ALGORITHM = re.compile(
 PASSWORD_NAMES = (
     "pass", "pw", "wort", "woord", "cred", "login", "log in", "zugangsdaten", "identifiants",
     "curl", "mysql", "mariadb", "openssl", "client", "redis-cli", "net use", " key", "-key",
-    "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi",
+    "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi", "jelsz",
 )  # fmt: skip
 PIN, MAYBE_ELSEWHERE = re.compile(r"\bpin\b"), re.compile(ELSEWHERE, re.I)
 # An example, or code that fetches the password from elsewhere.

@@ -42,8 +42,9 @@ class StartConfig(BaseModel):
     head: folder or URL of a head in any form, an id of the hub, or "smollm2". licence: of a head
     that eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen
     by the counts of the features (recount), as many as before or head.draft_vocab_size: tokens that
-    were drafted before keep their row of lm_head, others get the target's row by the head's own map. other_target: the head
-    was trained for another fine-tune of the same shape, and that is intended.
+    were drafted before keep their row of lm_head, others get the target's row by the head's own
+    map. other_target: the head was trained for another fine-tune of the same shape, and that is
+    intended.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
