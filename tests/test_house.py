@@ -30,7 +30,7 @@ ROOMS = {
     "operators": (88, "what PyTorch computes: the head that trains, features"),
     "cpp": (255, "the native decoder"),
     "serve": (212, "the HTTP server"),
-    "privacy": (147, "personal data and secrets: search, surrogates, key"),
+    "privacy": (148, "personal data and secrets: search, surrogates, key"),
     "features": (137, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
     "train": (112, "objective, optimizer, runs"),
