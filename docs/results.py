@@ -27,7 +27,7 @@ PICTURE = Path(__file__).with_name("concurrency.svg")
 COLOURS = Path(__file__).parents[1] / "eyas" / "house.css"
 INTRODUCTION = (
     "# Results\n\n"
-    "What was measured, one table a question. Unless a table says otherwise the model is "
+    "What we measured, a table for each question. Unless a table says otherwise the model is "
     "SmolLM2-135M-Instruct (`smollm2`, from its Q4_1 file) with its packaged head, greedy. That "
     "head is of 2026-11-26; runs of earlier dates used an older one. Arms take turns within one "
     "run. Figures are medians, intervals 95 %. tau is the mean number of tokens per round. A "
@@ -229,7 +229,7 @@ def sizes(*files: str) -> list[Row]:
 
 BESIDE_LLAMA = (
     "model and format, decoding: eyas, llama.cpp, ratio, prompts of 512: eyas, llama.cpp, ratio, "
-    "decoding by the speed of reading the weights"
+    "decoding relative to reading the weights only"
 )
 BESIDE_PLAIN = "times as fast, plain tokens/s, eyas tokens/s, tau, identical answers"
 TABLES: list[Table] = [
@@ -332,7 +332,7 @@ TABLES: list[Table] = [
         [
             ("Mail, card, phone and account numbers", "privacy", recall("by patterns")),
             ("Names in English text", "privacy", recall("names")),
-            ("Addresses and places in it", "privacy", recall("addresses and places")),
+            ("Addresses and places in English text", "privacy", recall("addresses and places")),
             ("Loss masks compared with the recorded ones, by template", "masks", masks),
             (
                 "Answers after `kill -9` at random moments",

@@ -39,7 +39,7 @@ TRAIN = TrainConfig(
 )
 SPECULATION = "fixed(2,2,4)"
 EVAL = EvalConfig(trees=(SPECULATION,), temperatures=(0.0,), max_tokens=6, num_draft_steps=2)
-OPTION = "with an option that the command on the head's card has."
+OPTION = "needs an option; the command on the head's card has it."
 INTRODUCTION = """# Architectures
 
 Which stages and engines run with which model. `python -m tests.test_architectures` writes this
@@ -47,7 +47,7 @@ page; a test runs every row on a small model with random weights.
 
 **Trained for** means that these stages run: a server answers (`eyas generate --server URL`: vLLM or
 SGLang), transformers computes hidden states (`eyas capture`), and the head is trained, evaluated
-(trees along the model's own answers), exported and checked. Our **own engine** also answers,
+(by trees along the model's own answers), exported and checked. Our **own engine** also answers,
 captures and serves without a server, with the same output as without a head; it refuses a model
 that it has no entry for.
 
@@ -55,7 +55,7 @@ Other models may run too: eyas tries any language model of seven or more layers 
 loads, and first compares the captured states with the model's own logits. Begin with ten prompts.
 
 The last columns list the engines that serve such a target with an EAGLE-3 head, as read in their
-sources. If there is none, the head can be measured here, and `eyas export` and `eyas check` say so.
+sources. If there is none, eyas still measures the head; `eyas export` and `eyas check` say so.
 
 """
 

@@ -71,10 +71,10 @@ class BenchConfig(Settings):
     """What is asked, and at which loads.
 
     prompts: builtin, or a file of JSON lines (.gz too). url: of the server. arms: ways to ask, by
-    name; the first is the baseline of comparisons. num_prompts: at each load, or 4 times its
-    requests. concurrencies: requests at a time, as in 1,2,4,8. rates: requests a second in an open
-    loop, as in 0.5,2. max_tokens: an answer's. temperature: 0 is greedy. seed: of prompts,
-    arrivals and draws. compare_anyway: compare unlike arms, and say so.
+    name; the first is the baseline of comparisons. num_prompts: at each load; 4 times the
+    concurrency if that is more. concurrencies: requests at a time, as in 1,2,4,8. rates: requests
+    a second in an open loop, as in 0.5,2. max_tokens: an answer's. temperature: 0 is greedy.
+    seed: of prompts, arrivals and draws. compare_anyway: compare unlike arms, and say so.
     """
 
     prompts: Annotated[str, Flag()] = BUILTIN

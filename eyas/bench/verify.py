@@ -64,7 +64,7 @@ class VerifyConfig(Settings):
     that does not, eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
     greedy and seeded. max_tokens: an answer's. temperature: of seeded and sampled answers.
     num_samples: seeds of each of four prompts. concurrency: requests at a time. seed: of prompts
-    and draws. tie_width: of logprobs; null goes by precision.
+    and draws. tie_width: largest difference of logprobs in a tie; null: by precision.
     """
 
     url: str = "http://127.0.0.1:8000"

@@ -54,7 +54,7 @@ class GpusConfig(Settings):
     per_server: int = Field(1, ge=1, description="GPUs of one server (tensor parallelism)")
     args: str = Field("", description="more flags of the engine, as in a shell")
     python: str | None = Field(
-        None, description="of the engine's environment, as SGLang's pins do not fit; null: this one"
+        None, description="of the engine's environment (SGLang needs its own); null: this one"
     )
 
     @model_validator(mode="after")

@@ -79,14 +79,14 @@ class PromptsConfig(BaseModel):
         default=0.85,
         ge=0.7,
         le=1,
-        description="Jaccard of word pairs from which the later row goes; null: only exact "
+        description="Jaccard of word pairs that drops the later of two rows; null: only exact "
         "duplicates",
     )
     evaluation: list[SourceConfig] = Field(
         default=[], description="sets whose items no prompt may overlap"
     )
     languages: tuple[str, ...] | None = Field(
-        default=None, description="to keep, ISO 639-1 codes such as [en, de]; null: all"
+        default=None, description="kept languages, ISO 639-1 codes such as [en, de]; null: all"
     )
     match: MatchConfig | None = Field(
         None, description="prompts like those of a log; null: no selection"
@@ -98,7 +98,7 @@ class PromptsConfig(BaseModel):
     )
     damaged: Literal["warn", "error"] = Field(
         default="warn",
-        description="if a file is cut, or over 3 % of a source's rows are unreadable",
+        description="if a file is cut, or over 3 % of a source's rows are unreadable: what to do",
     )
     max_characters: int = Field(
         default=8000, ge=1, description="of user turns and system prompt together"

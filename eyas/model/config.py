@@ -263,7 +263,7 @@ class HeadOptions(BaseModel):
     draft_vocab_size: by default as many tokens as cover 99 % of the training answers
     (train/start.py), at most 32,000. draft_tokens: a file that says which
     (`train.start.given_vocabulary`); None
-    counts the answers. sliding_window: in last tokens.
+    counts the answers. sliding_window: the tokens that a draft attends to.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

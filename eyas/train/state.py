@@ -45,7 +45,7 @@ UPLOAD_S = 20.0  # between two versions of the metrics in an object store, which
 class StopConfig(BaseModel):
     """When tau is measured while training, and when a run stops before its last step.
 
-    measurements: a run's, at equal distances, after one at the start; 0 measures nothing.
+    measurements: of tau in a run, at equal distances, after one at the start; 0 measures nothing.
     patience: stop after so many measurements in a row without a gain; null never stops. The head
     that is kept is the best measured, be it an existing head's start. keep: write every measured
     head, into measured/STEP/. max_steps: the rate's schedule ends there too; null does all passes.
