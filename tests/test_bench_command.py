@@ -140,7 +140,10 @@ def test_a_report_is_given_the_head_and_shows_its_lineage_and_ledger(tmp_path, p
             assert "a1b2" in text
         for folder, message in (
             (made_head(tmp_path / "other", target="cd" * 32), "another target than the servers"),
-            (made_head(tmp_path / "features", stage="capture"), "holds 'capture', no head"),
+            (
+                made_head(tmp_path / "features", stage="capture"),
+                "is an output of 'capture', not a head",
+            ),
             (tmp_path / "none", "does not exist"),
         ):
             refused = benched(url, *shared, "--head", folder)

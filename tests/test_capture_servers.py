@@ -302,7 +302,7 @@ def test_training_reads_servers_without_a_store(target, answers, own, tmp_path):
     assert len(served) > 5
     stored = losses(target, Features(own, "train"), Features(own, "held_out"), tmp_path / "stored")
     # rounding of two implementations of a forward, after as many updates
-    assert served == pytest.approx(stored, rel=3e-4)
+    assert served == pytest.approx(stored, rel=1e-3)
 
 
 @pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")

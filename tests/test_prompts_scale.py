@@ -29,8 +29,8 @@ from tests.stages import ROOT
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 BLOCK_ROWS, ROWS_PER_PART = 40, 60
 MARKER = "Tuesday-at-nine"
-WORDS = ["table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "river"]
-WORDS += ["answer", "garden", "letter"]
+WORDS = ["table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "pencil"]
+WORDS += ["answer", "number", "letter"]
 
 
 def some_rows(count: int, seed: int = 0) -> list[dict]:

@@ -98,7 +98,7 @@ def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
         ({"ids": [0, 3]}, [80 * GIB], {}, "GPU 3 is not there: PyTorch sees 1"),
         ({}, [1 << 20, 1 << 20], {}, "capture holds the target on one"),
         ({"ids": [0]}, [60 << 20], {}, "raise gpus.per_server"),
-        ({}, [80 * GIB] * 2, {"threads": 2}, "threads: no flag of SGLang"),
+        ({}, [80 * GIB] * 2, {"threads": 2}, "threads: SGLang has no known flag"),
     ],
 )
 def test_what_a_machine_lacks_is_said_before_anything_is_done(

@@ -146,7 +146,7 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
 )
 def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, settings):
     for engine in EngineName:
-        with pytest.raises(ConfigError, match=r"no flag of|speculation is off"):
+        with pytest.raises(ConfigError, match=r"no known flag|speculation is off"):
             engine_command(engine, config(target, head, CHAIN, **settings))
 
 
