@@ -12,8 +12,7 @@
 //   chunk    8 pairs of inputs: [lower bytes of four lines of 32 weights] ...
 //            [64 bytes with their 128 indices] ...
 //
-// Every output is one sum over the inputs in ascending order, whatever the number of rows, panels
-// or threads: a row's bits depend on nothing but the row.
+// Every output is one sum over the inputs in ascending order: a row's bits depend on the row alone.
 #pragma once
 
 #include "amx.h"
@@ -30,9 +29,10 @@ constexpr int kSqueezedPairs = 8;   // of a chunk
 constexpr int kUnpackedChunks = 8;  // left to the other tiles: 16 KB
 constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
-constexpr int kNearRows = 4;  // up to these, plain weights go into the first cache
+constexpr int kBurstPairs = 8;  // between two bursts of prefetches
+constexpr int kNearRows = 4;    // up to these, plain weights go into the first cache
 
-// What is fetched while something else is worked on.
+// What is fetched meanwhile.
 struct Ahead {
   Address from = 0;
   size_t lines = 0;
@@ -85,7 +85,7 @@ class Linear final : public Product {
     return rare_starts_[at] != rare_starts_[at + 1];
   }
 
-  // The weights of a squeezed chunk as lines of bf16.
+  // A squeezed chunk as lines of bf16.
   void unpack(const Panel& panel, int index, int pairs_of_chunk, bf16* to) const {
     const int fours = (pairs_of_chunk * panel.width + 3) / 4;
     const uint8_t *low = chunk(panel, index), *codes = low + fours * 128;
@@ -127,7 +127,7 @@ class Linear final : public Product {
   bool by_input() const { return kind == Packed::fp32 || kind == Packed::half; }
   size_t element() const { return kind == Packed::fp32 ? 4 : 2; }
 
-  // The table of upper bytes, from a sample. False when too many weights have another one.
+  // The table of upper bytes, from a sample; false when too many have another.
   bool choose_upper(const std::vector<const uint8_t*>& lines) {
     std::vector<size_t> counts(256);
     size_t all = 0, covered = 0;
@@ -174,7 +174,7 @@ class Linear final : public Product {
       }
   }
 
-  // Writes a panel's chunks; gives what each has of rare weights.
+  // Writes a panel's chunks; gives the rare weights of each.
   std::vector<std::vector<Rare>> pack(const Panel& panel, const std::vector<int>& column_rows,
                                       const std::vector<const uint8_t*>& lines) const {
     std::vector<std::vector<Rare>> rare;
@@ -233,7 +233,8 @@ struct Squeezed {
   const Panel& panel;
   const Stream& stream;
   int first, count;
-  int tiles;  // that fetch what is ahead, each its part
+  int tiles;  // each fetches its part of what is ahead
+  bool is_far;
 };
 
 // Sums of R rows and W blocks over the inputs of squeezed chunks, as `tile` below. keep: the lines
@@ -259,8 +260,9 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   const size_t fetched = bytes / 64 / chunks.tiles * 64;
   for (int c = chunks.first; c < chunks.first + chunks.count;
        ++c, weights += bytes, x += 2 * kSqueezedPairs) {
-    if (const Address at = chunks.stream.ahead(fetching, kFarLead); at != 0)
-      prefetch(at, fetched, true);
+    const size_t lead = chunks.is_far ? kFarLead : kLead;
+    if (const Address at = chunks.stream.ahead(fetching, lead); at != 0)
+      prefetch(at, fetched, chunks.is_far);
     fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
@@ -306,7 +308,7 @@ FusedTile<A> fused_tile_of(int rows, int width) {
 }
 
 // Sums of R rows and V of W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns]
-// or, when fresh, put there. What is ahead is fetched on the way.
+// or, when fresh, put there. Fetches what is ahead.
 template <class A, Packed kind, int R, int V, int W>
 INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs,
                       float* sums, bool fresh, Ahead ahead) {
@@ -316,37 +318,40 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
     for (int v = 0; v < V; ++v)
       sum[r][v] = fresh ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
   constexpr size_t unit = line_bytes(kind);
-  const size_t each = (ahead.lines + pairs - 1) / pairs;
-  for (int p = 0; p < pairs; ++p, weights += W * unit) {
-    const size_t lines = std::min(each, ahead.lines);
-    prefetch(ahead.from, lines * 64, ahead.is_far);
-    ahead.from += lines * 64, ahead.lines -= lines;
-    if constexpr (A::is_bf16 && kind == Packed::bf16) {
-      Bits w[V];
-      for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const Bits a = splat_four(x + r * stride + 2 * p);
-        for (int i = 0; i < V; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
-      }
-    } else {
-#pragma GCC unroll 2
-      for (int odd = 0; odd < 2; ++odd) {
-        Vec w[V];
-        for (int i = 0; i < V; ++i) {
-          if constexpr (kind == Packed::fp32) {
-            w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
-          } else if constexpr (kind == Packed::half) {
-            w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
-          } else {
-            const Bits pair = load_bits(weights + i * 64);
-            w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
-          }
-        }
+  const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
+  const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
+  for (int first = 0; first < pairs; first += kBurstPairs) {
+    prefetch(ahead.from, burst, ahead.is_far);
+    ahead.from += burst;
+    const int past = std::min(pairs, first + kBurstPairs);
+    for (int p = first; p < past; ++p, weights += W * unit) {
+      if constexpr (A::is_bf16 && kind == Packed::bf16) {
+        Bits w[V];
+        for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
-          for (int i = 0; i < V; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
+          const Bits a = splat_four(x + r * stride + 2 * p);
+          for (int i = 0; i < V; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
+        }
+      } else {
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; ++odd) {
+          Vec w[V];
+          for (int i = 0; i < V; ++i) {
+            if constexpr (kind == Packed::fp32) {
+              w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+            } else if constexpr (kind == Packed::half) {
+              w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
+            } else {
+              const Bits pair = load_bits(weights + i * 64);
+              w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
+            }
+          }
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
+            for (int i = 0; i < V; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
+          }
         }
       }
     }
@@ -356,7 +361,7 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
     for (int v = 0; v < V; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
 }
 
-// As many blocks at a time as the registers have room for sums.
+// As many blocks at a time as registers hold sums.
 template <class A, Packed kind, int R, int W, int first = 0>
 void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums,
           bool fresh, Ahead ahead) {
@@ -392,17 +397,18 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
             fused = squeezed ? std::min(even, kFusedRows) : 0, rest = M - fused,
             others = (rest + kMaxTileRows - 1) / kMaxTileRows, tiles = others + squeezed;
   const int all_chunks = (linear.pairs + linear.chunk_pairs() - 1) / linear.chunk_pairs();
+  const bool is_far = squeezed ? tiles < 3 : even > kNearRows;
   const int at_once = !squeezed ? 1 : tiles > 1 ? kUnpackedChunks : all_chunks;
   alignas(64) bf16 kept[kUnpackedChunks * kSqueezedPairs * kPanelColumns * 2 + 128];
   for (int c = 0; c < all_chunks; c += at_once) {
     const int first = c * linear.chunk_pairs(),
               pairs = std::min(at_once * linear.chunk_pairs(), linear.pairs - first);
     const uint8_t* weights = linear.chunk(panel, c);
-    const bool is_far = squeezed || even > kNearRows;
     const Address ahead = stream.ahead(weights, is_far ? kFarLead : kLead);
     const size_t all_lines = ahead == 0 ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
     if (squeezed) {
-      const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c), tiles};
+      const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c),
+                            tiles,  is_far};
       (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(fused, panel.width)(
           chunks, x + 2 * first, stride, sums, kept);
       weights = reinterpret_cast<const uint8_t*>(kept);
@@ -422,12 +428,11 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
 
 #ifdef __AMX_BF16__
 constexpr int kChunksOfStep = kAmxPairs / kSqueezedPairs;
-// Steps that the passes go through before the next ones. Where reading the weights is what takes
-// the time, more would not leave the first cache room for both what is read and what is unpacked;
-// where products do, less would take longer over sums.
+// Steps that the passes go through before the next ones: where reading takes the time, as many as
+// the first cache holds read and unpacked; where products do, more, for fewer sums.
 constexpr int kStepsOfFew = 2, kSteps = 4, kFewRows = 64;
 
-// Steps of a panel's weights, which the first pass unpacks and the others find where it left them.
+// Steps of a panel's weights, unpacked by the first pass and left for the others.
 class PanelFeed {
  public:
   PanelFeed(const Linear& linear, const Panel& panel, int first_step, int kept, Bursts ahead,

@@ -173,8 +173,7 @@ class Product {
   Buffer<float> bias_;
 };
 
-// Where bytes lie that will be read later; 0 for none. No pointer: it may lie outside of every
-// allocation.
+// Where bytes lie that will be read later; 0 for none. No pointer: it may lie outside of all.
 using Address = uintptr_t;
 
 INLINE void prefetch(Address at, size_t bytes, bool is_far = false) {

@@ -291,9 +291,8 @@ INLINE void add_block(const RowBlock* x, Lines&& lines, ScalesOf&& scales, RowSu
   }
 }
 
-// Fetches what is `lead` ahead, a little at each block: a core waits that asks for more than
-// some twenty lines at once. Where R rows take longer than reading, the second cache is near enough
-// and takes more requests.
+// Fetches what is `lead` ahead, a little at each block: a core waits that asks for more than some
+// twenty lines. Where R rows take longer than reading, into the second cache: it takes more.
 template <class Q, int R>
 INLINE void fetch_block(const Stream& stream, const uint8_t* unit, int block,
                         size_t lead = kQuantisedLead) {

@@ -28,7 +28,6 @@ INLINE Bits select(Mask mask, Bits yes, Bits no) {
 
 INLINE void stream(float* to, Vec x) { EYAS_EACH _mm256_stream_ps(to + i * 8, x.in[i]); }
 INLINE void end_streams() { _mm_sfence(); }
-// Into the first cache, and into the second.
 INLINE void fetch(uintptr_t at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 INLINE void fetch_far(uintptr_t at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
 INLINE void relax() { _mm_pause(); }

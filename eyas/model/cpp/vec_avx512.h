@@ -30,7 +30,6 @@ INLINE Bits load_words(const bf16* from, Lanes lanes) {
 // Past the caches, to 64 bytes.
 INLINE void stream(float* to, Vec x) { _mm512_stream_ps(to, x.in[0]); }
 INLINE void end_streams() { _mm_sfence(); }
-// Into the first cache, and into the second.
 INLINE void fetch(uintptr_t at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 INLINE void fetch_far(uintptr_t at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
 INLINE void relax() { _mm_pause(); }
