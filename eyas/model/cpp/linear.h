@@ -260,9 +260,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   const size_t fetched = bytes / 64 / chunks.tiles * 64;
   for (int c = chunks.first; c < chunks.first + chunks.count;
        ++c, weights += bytes, x += 2 * kSqueezedPairs) {
-    const size_t lead = chunks.is_far ? kFarLead : kLead;
-    if (const Address at = chunks.stream.ahead(fetching, lead); at != 0)
-      prefetch(at, fetched, chunks.is_far);
+    chunks.stream.fetch_ahead(fetching, fetched, chunks.is_far ? kFarLead : kLead, chunks.is_far);
     fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {

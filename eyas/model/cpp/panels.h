@@ -192,8 +192,9 @@ class Stream {
     return at < past_ ? at : then_ == 0 ? 0 : then_ + (at - past_);
   }
 
-  INLINE void fetch_ahead(const uint8_t* weights, size_t bytes, size_t lead = kLead) const {
-    if (const Address at = ahead(weights, lead); at != 0) prefetch(at, bytes);
+  INLINE void fetch_ahead(const uint8_t* weights, size_t bytes, size_t lead = kLead,
+                          bool is_far = false) const {
+    if (const Address at = ahead(weights, lead); at != 0) prefetch(at, bytes, is_far);
   }
 
  private:

@@ -299,9 +299,8 @@ INLINE void fetch_block(const Stream& stream, const uint8_t* unit, int block,
   constexpr int lines = (Q::kBytes + 63) / 64;
   constexpr bool is_far = R * kBytesOfRow >= static_cast<int>(Q::kBytes) / Q::kBlocks;
   const int first = lines * block / Q::kBlocks, past = lines * (block + 1) / Q::kBlocks;
-  const Address at = stream.ahead(unit + first * 64, lead);
   const size_t bytes = static_cast<size_t>(past - first) * 64;
-  if (at != 0) prefetch(at, bytes, is_far);
+  stream.fetch_ahead(unit + first * 64, bytes, lead, is_far);
 }
 
 // Sums of R rows, a group from row `first` on, on one block of 16 columns. The first group
