@@ -23,7 +23,6 @@ from eyas.privacy.pii import (
     BY_NAME,
     NAME_TYPES,
     PII_TYPES,
-    WITH_DIGITS,
     PrivacyConfig,
     Search,
     canonical,
@@ -108,9 +107,9 @@ class Detector:
 
     def _patterns(self, text: str) -> Iterator[Finding]:
         spelt = plain(text)
-        types = self._types if DIGIT.search(spelt.text) else self._types - WITH_DIGITS
+        any_digit = DIGIT.search(spelt.text) is not None
         for kind in PII_TYPES:
-            if kind.find and kind.name in types:
+            if kind.find and kind.name in self._types and (any_digit or not kind.has_digit):
                 search = functools.partial(in_windows, kind.find) if kind.is_windowed else kind.find
                 for span in search(spelt.text):
                     yield Finding(kind.name, *spelt.span(*span))

@@ -69,7 +69,7 @@ class PiiType:
     is not to drop the row, but what `policy` says. is_reserved: whether a value is one set
     aside for examples. is_windowed: long texts are searched in pieces (`detector.in_windows`);
     keys may be longer than a piece, a number's column has its heading at the top, and links are
-    found in linear time.
+    found in linear time. has_digit: each value holds one, so a text without digits is not searched.
     """
 
     name: str
@@ -82,6 +82,7 @@ class PiiType:
     cue: re.Pattern[str] | None = None
     is_reserved: Callable[[str], bool] = lambda value: False
     is_windowed: bool = True
+    has_digit: bool = False
 
 
 def matching(pattern: re.Pattern[str], is_one: Callable[[str], bool] = bool) -> Search:
@@ -141,6 +142,7 @@ PII_TYPES = (
         cue=CARD_CUE,
         is_windowed=False,
         is_reserved=invented.is_test_card,
+        has_digit=True,
     ),
     PiiType(
         "IBAN_CODE",
@@ -149,6 +151,7 @@ PII_TYPES = (
         accounts,
         invented.iban,
         is_numbered=True,
+        has_digit=True,
     ),
     PiiType(
         "US_SSN",
@@ -159,6 +162,7 @@ PII_TYPES = (
         is_numbered=True,
         cue=SSN_CUE,
         is_windowed=False,
+        has_digit=True,
     ),
     PiiType(
         "NATIONAL_ID",
@@ -169,6 +173,7 @@ PII_TYPES = (
         is_numbered=True,
         cue=DOCUMENT_CUE,
         is_windowed=False,
+        has_digit=True,
     ),
     PiiType("CRYPTO", None, "⟨1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa⟩", wallets, invented.wallet),
     PiiType(
@@ -179,7 +184,9 @@ PII_TYPES = (
         invented.mail,
         is_reserved=invented.is_example_mail,
     ),
-    PiiType("IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address),
+    PiiType(
+        "IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address, has_digit=True
+    ),
     PiiType(
         "PHONE_NUMBER",
         None,
@@ -189,8 +196,16 @@ PII_TYPES = (
         is_numbered=True,
         is_windowed=False,
         is_reserved=invented.is_fictional_phone,
+        has_digit=True,
     ),
-    PiiType("DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", birth_dates, invented.birth_date),
+    PiiType(
+        "DATE_OF_BIRTH",
+        None,
+        "born ⟨March 5th, 1984⟩",
+        birth_dates,
+        invented.birth_date,
+        has_digit=True,
+    ),
     PiiType(
         "LICENSE_PLATE",
         None,
@@ -198,6 +213,7 @@ PII_TYPES = (
         matching(PLATE, is_plate),
         invented.same_form,
         is_numbered=True,
+        has_digit=True,
     ),
     PiiType(
         "MAC_ADDRESS",
@@ -207,7 +223,14 @@ PII_TYPES = (
         invented.mac_address,
         is_numbered=True,
     ),
-    PiiType("COORDINATES", None, "gps: ⟨40.712776, -74.005974⟩", coordinates, invented.coordinates),
+    PiiType(
+        "COORDINATES",
+        None,
+        "gps: ⟨40.712776, -74.005974⟩",
+        coordinates,
+        invented.coordinates,
+        has_digit=True,
+    ),
     PiiType("HANDLE", None, "Instagram ⟨@ana_lee.84⟩", handles, invented.handle, sign="@"),
     PiiType(
         "URL",
@@ -229,11 +252,6 @@ PII_TYPES = (
 BY_NAME = {one.name: one for one in PII_TYPES}
 TYPES = tuple(BY_NAME)
 RANK = {type: rank for rank, type in enumerate(TYPES)}
-# Each value of these holds a digit: a text without one is not searched.
-WITH_DIGITS = {
-    "CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "IP_ADDRESS", "PHONE_NUMBER",
-    "DATE_OF_BIRTH", "LICENSE_PLATE", "COORDINATES",
-}  # fmt: skip
 NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
 
 
