@@ -225,6 +225,8 @@ class Trainer:
             self.held_out = HeldOutSample(held_out, self.config.batches.tokens)
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
+        # keeps the identity of runs that could pack several samples into a row
+        self.settings["batches"]["packed"] = False
         if self.given_V is not None:  # by its content, not by its path
             content = self.given_V.numpy().tobytes()
             self.settings["head"]["draft_tokens"] = sha256(content).hexdigest()
@@ -313,7 +315,7 @@ class Trainer:
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
         sizes = [len(batches) for batches in mine]
-        self._feed = feed(reader, sizes, state.step, config.batches, self.module)
+        self._feed = feed(reader, sizes, state.step, self.module)
         if self.measure_at and state.step == 0:
             self._measure()
         pending: list[StepFigures] = []
