@@ -56,7 +56,6 @@ def test_slots_know_their_place_and_their_tiles():
     assert slots.flat_N.tolist() == [1, 2, 8, 11]
     assert slots.slot_N.tolist() == [1, 2, 0, 3]
     assert slots.first_N.tolist() == [0, 0, 8, 8]
-    assert slots.position_M.tolist() == [0, 1, 2, 3] * 3
     assert slots.tiles == ((0, 4, 0, 12),)
     assert torch.equal(slots.take(active_BT), torch.ones(4, dtype=torch.bool))
 

@@ -62,7 +62,7 @@ def plan_steps(
     """The whole run: for each step, for each of its batches, the sample numbers.
 
     epochs: the sample numbers of each epoch. lengths: tokens of each sample. The last step may have
-    fewer batches. Depends on the arguments only, not on how many ranks share a step.
+    fewer batches.
     """
     batches: list[list[int]] = []
     for epoch, numbers in enumerate(epochs):

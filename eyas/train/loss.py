@@ -12,8 +12,7 @@ more. A slot whose target argmax is outside the
 draft vocabulary carries no loss and counts as a miss.
 docs/decisions/training.md says where the reference leaves a choice.
 
-Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
-needed, some rows at a time.
+Nothing as wide as a vocabulary is kept: logits exist for some rows at a time.
 
 Which slots are unrolled and judged follows from masks and the number of the training step.
 `plan_of` makes these tables on the CPU, beside the batch, and rounds their sizes up: the step has
@@ -240,10 +239,9 @@ def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Distillation(torch.autograd.Function):
     """lm_head and loss in one function: hidden states [S, H] -> loss, without logits [S, W].
 
-    Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S].
-    Logits and their gradient exist for R rows at a time; the gradients of the rows and of lm_head
-    are computed in the forward and kept for the backward. Rows are in the plan's order, so that a
-    teacher's row is computed once for all steps that share it.
+    Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S]. The
+    gradients of the rows and of lm_head are computed in the forward, R rows at a time. Rows are in
+    the plan's order, so that a teacher's row is computed once for all steps that share it.
     """
 
     @staticmethod
