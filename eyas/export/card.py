@@ -68,7 +68,7 @@ class HeadCard:
 
     licence: an id of the hub ("apache-2.0", "llama3.1"), as the owner states it. origin: the card
     of a head that eyas did not train; its licence holds where the owner states none. gguf: of a
-    dequantised target, its file and matrices by type, as its config.json says. speed: speed.json.
+    dequantised target, its file and matrices by type, as its config.json says.
     """
 
     launch: Launch
@@ -81,7 +81,6 @@ class HeadCard:
     licence: str | None = None
     origin: CardOrigin = field(default_factory=CardOrigin)
     gguf: Mapping[str, Any] | None = None
-    speed: Mapping[str, Any] | None = None
 
     def text(self) -> str:
         environment = jinja2.Environment(
@@ -96,7 +95,6 @@ class HeadCard:
             engines={form: engine_of(form) for form in FORMS},
             front=_yaml(self.metadata()),
             measured=self.measured,
-            speed=self.speed,
             manifest=self.manifest,
             origin=self.origin,
             stages=stages(self.manifest),
