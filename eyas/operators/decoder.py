@@ -81,12 +81,14 @@ class OwnDecoder:
         return cls(Target.load(folder, dtype))
 
     @torch.inference_mode()
-    def states(self, tokens: Sequence[Sequence[int]]) -> HiddenStates:
-        """B x T states of these tokens; positions beyond a row's end hold no meaning."""
-        rows = [torch.tensor(row) for row in tokens]
-        padded = pad_sequence(rows, batch_first=True).numpy()
-        computed = self._target.features(padded, self._target.config.default_taps)
-        return HiddenStates(*map(tensor_of, computed))
+    def states(
+        self, tokens: Sequence[Sequence[int]], taps: Sequence[int] | None = None
+    ) -> HiddenStates:
+        """B x T states of these tokens; positions beyond a row's end hold no meaning. taps: layers
+        in place of the three of EAGLE-3.
+        """
+        tokens_BT = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
+        return HiddenStates(*map(tensor_of, self._target.features(tokens_BT.numpy(), taps)))
 
 
 class HookedDecoder:
@@ -161,7 +163,7 @@ class HookedDecoder:
     def states(
         self, tokens: Sequence[Sequence[int]], taps: Sequence[int] | None = None
     ) -> HiddenStates:
-        """As OwnDecoder's. taps: layers in place of the three of EAGLE-3."""
+        """As OwnDecoder's."""
         # causal: padding on the right is not seen
         tokens_BT = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
         return self._forward(tokens_BT, taps=taps, use_cache=False)[0]
