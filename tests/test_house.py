@@ -36,7 +36,7 @@ ROOMS = {
     "train": (106, "objective, optimizer, runs"),
     "cli": (122, "one file per command"),
     "top": (163, "artifacts, stores, records, errors, names of models, pages, Python's API"),
-    "export": (88, "forms of other engines, check by replay, card"),
+    "export": (98, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (45, "chat template and tokenizer"),
     "shards": (44, "the feature format"),
     "evaluate": (54, "tau before a head is served"),

@@ -9,9 +9,9 @@ without it.
 --body is SmolLM2's function in a model of that size (recipes/body.py): real text, real acceptance,
 the price of the real size; rows say so in "target". Some arms' servers run side by side on the
 card, plain decoding among them, and `eyas bench` asks them in turns, block by block. Arms whose
-acceptance is simulated (SGLang, vLLM) give the costs of rounds, tau x TPOT. --foretold has what
-`eyas eval` says of the head on the same prompts of each task; where the file is missing it is
-computed, in minutes on a CPU.
+acceptance is simulated (SGLang, vLLM) give the costs of rounds, tau x TPOT, from which a head's
+card foretells speed. --foretold has what `eyas eval` says of the head on the same prompts of each
+task; where the file is missing it is computed, in minutes on a CPU.
 
 OUT/rows.jsonl grows as rows come; a second call measures what is missing. The last line of stdout
 is one JSON object.

@@ -68,7 +68,7 @@ class HeadCard:
 
     licence: an id of the hub ("apache-2.0", "llama3.1"), as the owner states it. origin: the card
     of a head that eyas did not train; its licence holds where the owner states none. gguf: of a
-    dequantised target, its file and matrices by type, as its config.json says.
+    dequantised target, its file and matrices by type, as its config.json says. speed: speed.json.
     """
 
     launch: Launch
@@ -81,6 +81,7 @@ class HeadCard:
     licence: str | None = None
     origin: CardOrigin = field(default_factory=CardOrigin)
     gguf: Mapping[str, Any] | None = None
+    speed: Mapping[str, Any] | None = None
 
     def text(self) -> str:
         environment = jinja2.Environment(
@@ -95,6 +96,7 @@ class HeadCard:
             engines={form: engine_of(form) for form in FORMS},
             front=_yaml(self.metadata()),
             measured=self.measured,
+            speed=self.speed,
             manifest=self.manifest,
             origin=self.origin,
             stages=stages(self.manifest),

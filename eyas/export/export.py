@@ -7,6 +7,7 @@ with its card.
     README.md                                    the model card, with the commands that launch both
     eval.json                                    of an evaluation, if one was given, and of it
     sglang/, vllm/ prometheus.yaml               what deploy/prometheus-rules.yaml compares with
+    speed.json, sglang/adaptive.json             with costs of an engine: what is foretold for it
 
 `publish` copies all of it to a folder of versions. A version never changes: it is the work's
 identity.
@@ -18,19 +19,21 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from eyas.artifact import Artifact, Manifest, identity
+from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.card import EVAL, figures_of, of_size
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, CorruptError, MismatchError
 from eyas.export.card import CARD, CardOrigin, HeadCard, prometheus_rules
 from eyas.export.check import check
 from eyas.export.engines import DTYPES, FORMS, EngineForm, Launch, engine_of
+from eyas.export.speed import ADAPTIVE, SPEED, read_costs, speed_of
 from eyas.families import FAMILIES
 from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
@@ -44,7 +47,7 @@ from eyas.model.weights import fingerprint
 from eyas.operators.head import Head, head_of, load_head
 from eyas.operators.tensors import array_of, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them
@@ -64,6 +67,9 @@ class ExportConfig(Settings):
     target_name: str | None = None
     speculation: str | None = None
     licence: str | None = None
+    costs: Annotated[str | None, Flag()] = Field(
+        None, description="cost table of an engine (JSON): expected speed for the card"
+    )
     publish: str | None = Field(
         None,
         description="folder of a head's versions: write a copy to VERSION below it",
@@ -103,8 +109,14 @@ def export(
                 f"{evaluation.url} measured another head",
                 "run `eyas eval` on the head that is exported",
             )
+    elif config.costs:
+        raise ConfigError(
+            "costs: without an evaluation there is no tau to foretell speed from",
+            "give --evaluation, the output of `eyas eval`",
+        )
     folder = str(Path(resolve_target(target)).resolve())
-    settings = config.model_dump(mode="json", exclude={"publish"})
+    settings = config.model_dump(mode="json", exclude={"publish", "costs"})
+    settings |= {"costs_sha256": file_identity(config.costs)} if config.costs else {}
     settings["target_fingerprint"] = fingerprint(folder)
     work = identity("export", settings, inputs)
     if output.is_done_for(work):
@@ -120,6 +132,7 @@ def export(
     )
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
     figures = figures_of(measured or {})
+    speed = speed_of(read_costs(config.costs), figures) if config.costs else None
     with output.begun(work) as is_work:  # not before: a head that is refused takes no folder
         if not is_work:
             return output.manifest("export")
@@ -173,7 +186,12 @@ def export(
             licence=config.licence,
             origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
             gguf=read_config(folder).get(GGUF),
+            speed=speed,
         )
+        if speed:
+            output.write_json(SPEED, speed)
+            if speed["settings"] and speed["engine"].lower() == "sglang":
+                output.write_json(ADAPTIVE, speed["settings"])
         output.write(CARD, card.text().encode())
         if measured is not None:  # as measured, for `eyas watch`: the card rounds
             output.write_json(EVAL, measured)
