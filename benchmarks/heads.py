@@ -21,8 +21,10 @@ import argparse
 import hashlib
 import json
 import logging
+import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,6 @@ from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt
 from eyas.gguf.checkpoint import whole_folder
 from eyas.log import progress_bar
-from eyas.operators.batch import plan_packs
 from eyas.operators.decoder import default_device
 from eyas.operators.tensors import multiplies_bf16
 from eyas.operators.vocab import draft_vocabulary
@@ -61,7 +62,32 @@ IN_ENGINE = EvalConfig(
     trees=("fixed(5,1,6)", "fixed(6,3,12)"), temperatures=(0.0, 1.0), max_tokens=96
 )
 STOP = {"measurements": 2}  # each takes as long as some training steps: runs are short here
+OPEN_PACKS = 32  # rows that still take samples
 CLIP = 1.0  # speculators' trainer has it as a number in its loop
+
+
+def plan_packs(lengths: Sequence[int], num_tokens: int, seed: str) -> list[list[int]]:
+    """Numbers of the samples of each of their rows, every sample once: lengths sum to num_tokens at
+    most, unless one sample alone is longer.
+
+    Samples are shuffled, then each goes into the first of the last rows begun that has room for it:
+    little padding, and rows that differ from pass to pass. Deterministic.
+    """
+    rng = random.Random(seed)
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for number in order:
+        begun = range(max(0, len(packs) - OPEN_PACKS), len(packs))
+        place = next((pack for pack in begun if rooms[pack] >= lengths[number]), len(packs))
+        if place == len(packs):
+            packs.append([])
+            rooms.append(num_tokens)
+        packs[place].append(number)
+        rooms[place] -= lengths[number]
+    rng.shuffle(packs)
+    return packs
 
 
 def arguments() -> argparse.Namespace:

@@ -17,7 +17,7 @@ from eyas.operators.batch import Batch
 from eyas.operators.head import Head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import Sample
-from eyas.train.batches import BatchConfig, feed
+from eyas.train.batches import feed
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
 from eyas.train.start import initialise
@@ -94,7 +94,7 @@ def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World
     counts_V = torch.bincount(torch.cat(best), minlength=args.vocab)
     head.set_vocabulary(*draft_vocabulary(counts_V, args.draft_vocab))
     initialise(head, on_cpu, 0)
-    return World(head.to(device), vocabulary, samples, Batch.packed(samples, args.tokens))
+    return World(head.to(device), vocabulary, samples, Batch.of(samples))
 
 
 def our_step(made: World, device: str, config: ObjectiveConfig) -> Any:
@@ -104,13 +104,13 @@ def our_step(made: World, device: str, config: ObjectiveConfig) -> Any:
     dtype = quickest(device)
     state = TrainingState(made.head, optimizers_of(made.head), dtype)
     objective = LossModule(made.head, made.vocabulary, config, dtype)
-    ranks, tokens = Ranks(device=device), made.batch.tokens_BT.numel()
+    ranks = Ranks(device=device)
 
     def again() -> Generator[list[Sample]]:
         while True:
             yield made.samples
 
-    steps = feed(again(), [1] * MOST_STEPS, 0, BatchConfig(tokens=tokens, packed=True), objective)
+    steps = feed(again(), [1] * MOST_STEPS, 0, objective)
 
     def step() -> float:
         figures = training_step(state, objective, next(steps), ranks, LEARNING_RATE)

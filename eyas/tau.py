@@ -16,6 +16,7 @@ import numpy as np
 
 Interval = tuple[float, float]
 
+CONFIDENCE = 0.95  # of intervals
 # Below six values not even (lowest, highest) holds a median with 95 % confidence, and percentiles
 # of resamples say as little.
 LEAST_ROWS = 6
@@ -155,18 +156,17 @@ class RoundCounts:
 def bootstrap(
     rows: Sequence[Sequence[float]] | np.ndarray,
     figure: Callable[[np.ndarray], np.ndarray],
-    confidence: float = 0.95,
-    least: int = LEAST_ROWS,
+    confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Interval | None:
-    """Percentile bootstrap of a figure over rows [n, k]; None for fewer than `least` rows.
+    """Percentile bootstrap of a figure over rows [n, k]; None for fewer than LEAST_ROWS rows.
 
     figure: resamples [..., n, k] -> values [...]. A row is one prompt (request, conversation): the
     rounds of one answer are correlated, so resampling rounds would give an interval that is too
     narrow. Equal rows give equal intervals. Efron, Tibshirani 1993, chapter 13.
     """
     table = np.asarray(rows, dtype=np.float64)
-    if len(table) < max(least, 1):
+    if len(table) < LEAST_ROWS:
         return None
     rng = np.random.default_rng(seed)
     values = [
@@ -191,8 +191,6 @@ def tau_interval(
 def intervals_of_turns(
     turns: Sequence[np.ndarray],
     figures: Sequence[Callable[[np.ndarray], np.ndarray]],
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> list[Interval | None]:
     """Bootstrap intervals of figures [F] that hold together, over the turns that arms took.
 
@@ -211,7 +209,7 @@ def intervals_of_turns(
     table = np.full((G, n, turns[0].shape[1]), np.nan)
     for turn, rows in zip(table, turns, strict=True):
         turn[: len(rows)] = rows
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     parts = []
     for _ in range(NUM_RESAMPLES // RESAMPLES_AT_ONCE):
         drawn = table[rng.integers(G, size=(RESAMPLES_AT_ONCE, G))]
@@ -225,7 +223,7 @@ def intervals_of_turns(
     ranks_RF = 1 + np.argsort(np.argsort(values_RF, axis=0, kind="stable"), axis=0, kind="stable")
     # each resample's most extreme rank over all figures
     depth_R = np.maximum(ranks_RF, NUM_RESAMPLES + 1 - ranks_RF)[:, known].max(axis=1)
-    last = int(np.quantile(depth_R, expanded(confidence, G), method="higher"))
+    last = int(np.quantile(depth_R, expanded(CONFIDENCE, G), method="higher"))
     ends = ordered_RF[NUM_RESAMPLES - last], ordered_RF[last - 1]
     return [
         (float(low), float(high)) if is_known else None

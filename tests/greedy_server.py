@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,17 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from eyas.operators.decoder import with_cache
 from eyas.operators.foreign import auto_class, transformers_config
 from eyas.operators.shape import target_shape
 from tests.bench_servers import JsonHandler, running
+
+
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """Arguments of a forward of transformers that reads and extends a cache; before 5.24 it is
+    called `past_key_values`.
+    """
+    names = inspect.signature(module.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 class GreedyServer(ThreadingHTTPServer):

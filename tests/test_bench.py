@@ -60,8 +60,12 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
     assert tasks["m"].messages == (system, said, said)
     assert tasks["o"].messages == (said,)
     compose = {"role": "user", "content": "compose"}
-    assert tasks["81"] == Task("81", "writing", (compose,), is_cut=True)
-    assert {prompt_id for prompt_id, task in tasks.items() if task.is_cut} == {"p", "m", "81"}
+    assert tasks["81"] == Task("81", "writing", (compose,), has_later_turns=True)
+    assert {prompt_id for prompt_id, task in tasks.items() if task.has_later_turns} == {
+        "p",
+        "m",
+        "81",
+    }
     assert tasks["5"].messages == (said,)
 
 

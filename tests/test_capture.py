@@ -23,16 +23,13 @@ from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import (
-    LEAST_SAVED,
-    SHARED_STEP,
     SamplePlan,
     forward_batches,
     plan_samples,
-    shared_groups,
 )
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
-from eyas.operators.decoder import HookedDecoder, OwnDecoder
+from eyas.operators.decoder import OwnDecoder
 from eyas.records import Answer, read_answers
 from eyas.shards import Features, teacher_mask
 from tests.oracle.target import features_of
@@ -243,7 +240,7 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths, batch_tokens,
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eyas.features.samples.WINDOW", window)
-        made = [batch.samples for batch in forward_batches(samples, batch_tokens, shares=False)]
+        made = list(forward_batches(samples, batch_tokens))
     assert all(made)
     assert sorted(int(one.key) for batch in made for one in batch) == list(range(len(lengths)))
     for batch in made:
@@ -304,101 +301,6 @@ def test_nothing_to_capture(tmp_path, output):
 def planned(token_ids: list[int], number: int = 0) -> SamplePlan:
     ids = np.array(token_ids, dtype=np.int32)
     return SamplePlan(str(number), "", "", ids, np.ones(len(ids), dtype=bool))
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 90)), max_size=40))
-def test_who_shares_a_beginning_has_it(made):
-    """Two levels of beginnings, one inside the other: every sample once, none without a token of
-    its own, and it pays.
-    """
-    samples = [
-        planned([system] * 70 + [example] * 200 + [7 + number] * rest, number)
-        for number, (system, example, rest) in enumerate(made)
-    ]
-    groups = shared_groups(samples)
-    assert sorted(int(one.key) for _, group in groups for one in group) == list(range(len(samples)))
-    assert groups[0][0] == 0
-    for num_shared, group in groups[1:]:
-        assert num_shared % SHARED_STEP == 0
-        assert num_shared * (len(group) - 1) > LEAST_SAVED
-        assert len({one.token_ids[:num_shared].tobytes() for one in group}) == 1
-        assert min(map(len, group)) > num_shared
-    computed = sum(
-        num_shared + sum(len(one) - num_shared for one in group) for num_shared, group in groups
-    )
-    cost = computed + LEAST_SAVED * (len(groups) - 1)
-    examples = {(system, example) for system, example, _ in made}
-    assert cost <= sum(map(len, samples)), "none shares"
-    assert cost <= len(examples) * (256 + LEAST_SAVED) + sum(14 + rest for _, _, rest in made), (
-        "each whole example is shared"
-    )
-    systems = {system for system, _, _ in made}
-    assert cost <= len(systems) * (64 + LEAST_SAVED) + sum(206 + rest for _, _, rest in made), (
-        "each system prompt is shared"
-    )
-
-
-def test_the_longer_beginning_of_fewer_wins_where_it_saves_more():
-    few = [planned([1] * 160 + [2] * 640 + [9, number], number) for number in range(10)]
-    many = [planned([1] * 160 + [3 + number, 8], 10 + number) for number in range(30)]
-    groups = shared_groups(few + many)
-    sizes = [(num_shared, len(group)) for num_shared, group in groups]
-    assert sizes == [(0, 0), (160, 30), (800, 10)]
-    assert [int(one.key) for one in groups[2][1]] == list(range(10)), "in the order given"
-    assert shared_groups(many[:2])[0][1] == many[:2], "what saves little is let be"
-
-
-@pytest.fixture(scope="module")
-def briefed(target, tmp_path_factory) -> Artifact:
-    """Answers to prompts that all have one system prompt."""
-    root = tmp_path_factory.mktemp("briefed")
-    system = "The address is 71 North Street. " * 20
-    prompts = [dataclasses.replace(prompt, system=system) for prompt in prompts_of(29)]
-    output = Artifact(str(root / "answers"))
-    config = GenerateConfig(target=str(target), max_tokens=12)
-    generate(config, write_prompts(root / "prompts", prompts), output)
-    return output
-
-
-@pytest.mark.parametrize("decoder", ["own", "transformers"])
-def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
-    target, briefed, tmp_path, decoder, monkeypatch
-):
-    kind = {"own": OwnDecoder, "transformers": HookedDecoder}[decoder]
-    computed: list[int] = []
-    begin, states = kind.begin, kind.states
-
-    def counted_begin(self, tokens):
-        computed.append(len(tokens))
-        return begin(self, tokens)
-
-    def counted_states(self, tokens, after=None):
-        computed.append(sum(map(len, tokens)))
-        return states(self, tokens, after)
-
-    made, sums = {}, {}
-    for shares in (False, True):
-        output = Artifact(str(tmp_path / str(shares)))
-        with monkeypatch.context() as patched:
-            patched.setattr(kind, "begin", counted_begin)
-            patched.setattr(kind, "states", counted_states)
-            patched.setattr(HookedDecoder, "_continues_alike", lambda _: True)  # it computes too
-            if not shares:
-                patched.setattr(kind, "reuses", False, raising=False)
-                patched.setattr(HookedDecoder, "_continues_alike", lambda _: False)
-            capture(config_of(target, decoder=decoder), briefed, output)
-        made[shares], sums[shares] = all_samples(output), sum(computed)
-        computed.clear()
-    assert made[True].keys() == made[False].keys()
-    for key, sample in made[True].items():
-        other = made[False][key]
-        assert torch.equal(sample.token_ids, other.token_ids)
-        for name in ("aux_hidden", "last_hidden"):
-            one, two = getattr(sample, name), getattr(other, name)
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
-    tokens = sum(len(sample.token_ids) for sample in made[True].values())
-    assert sums[False] >= tokens
-    assert sums[True] < 0.8 * tokens
 
 
 def test_alone_a_samples_values_depend_on_nothing_beside_it(target, answers, tmp_path):

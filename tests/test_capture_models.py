@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Target
-from eyas.operators import decoder as hooked
 from eyas.operators.decoder import HiddenStates, HookedDecoder, OwnDecoder, decoder_layers
 from eyas.operators.foreign import shape_of
 from eyas.operators.shape import target_shape
@@ -76,23 +75,6 @@ def test_what_is_beyond_a_rows_end_changes_nothing_before_it(family, decoders):
     together, alone = decoders[family].states(rows), decoders[family].states(rows[1:])
     second = HiddenStates(together.aux_hidden[1:, :23], together.last_hidden[1:, :23])
     assert_close(second, alone.aux_hidden, alone.last_hidden)
-
-
-@pytest.mark.parametrize("family", ["own", *EVERY])
-def test_a_shared_beginning_gives_the_streams_of_the_whole(family, folders, decoders):
-    """Twice from one beginning: the first use leaves it as it was. Past a sliding window too."""
-    shared = 32
-    is_own = family == "own"
-    decoder = OwnDecoder(Target.load(folders["qwen3"])) if is_own else decoders[family]
-    assert decoder.reuses
-    tokens = TOKENS.clone()
-    tokens[:, :shared] = tokens[0, :shared]
-    whole = decoder.states(tokens.tolist())
-    begun = decoder.begin(tokens[0, :shared].tolist())
-    for rows in (tokens[:2], tokens):
-        rest, count = decoder.states(rows[:, shared:].tolist(), begun), len(rows)
-        assert_close(begun.states, whole.aux_hidden[0, :shared], whole.last_hidden[0, :shared])
-        assert_close(rest, whole.aux_hidden[:count, shared:], whole.last_hidden[:count, shared:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -207,18 +189,6 @@ def test_layers_that_cannot_be_told_are_not_guessed(folders):
         MismatchError, match=r"of 9 decoder layers.* found 0; its lists: gpt_neox.layers of 8"
     ):
         decoder_layers(model, fewer, TOKENS)
-
-
-def test_a_model_whose_past_cannot_be_shared_is_computed_whole(folders, monkeypatch):
-    """A past that says nothing: what comes behind it does not see the beginning."""
-
-    class Forgetful(hooked.DynamicCache):
-        def batch_repeat_interleave(self, repeats):
-            self.reset()
-            super().batch_repeat_interleave(repeats)
-
-    monkeypatch.setattr(hooked, "DynamicCache", Forgetful)
-    assert not HookedDecoder.load(folders["llama"], "float32").reuses
 
 
 def test_device_map_needs_accelerate(folders, monkeypatch):

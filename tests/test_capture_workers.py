@@ -182,7 +182,7 @@ def test_hosts_whose_bits_would_differ_are_refused(target):
     said = [forward.implementation(decoder) for decoder in (own, hooked)]
     assert "decoder-" in said[0]
     assert "torch 2" in said[1]
-    first = ForwardResult("host-a", said[0], True, own.lm_head_sha256, [])
+    first = ForwardResult("host-a", said[0], own.lm_head_sha256, [])
     WorkerForward(Hosts(first, replace(first, host="host-b")), 2).close()
     other = said[0].replace("avx", "neon")
     with pytest.raises(MismatchError, match=r"host-a with eyas .*, host-b with eyas") as raised:

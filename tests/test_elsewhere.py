@@ -126,7 +126,7 @@ def trained(target: Path, source: FeatureSource, output: Path, **changes) -> Art
     "changes",
     [
         {"objective": {"num_ttt_steps": 3, "later_steps": "all"}},
-        {"batches": {"tokens": 256, "packed": True}, "head": {"norm_before_fc": True}},
+        {"batches": {"tokens": 256}, "head": {"norm_before_fc": True}},
     ],
 )
 def test_a_run_trains_there(world, tmp_path, monkeypatch, changes):

@@ -152,8 +152,8 @@ def test_loops(text):
 def test_a_loop_that_was_cut_is_told_earlier():
     text = PROSE + " the next one, and" * 6
     assert not is_looping(text)
-    assert is_looping(text, was_cut=True)
-    assert not is_looping(text + " then the rest of it.", was_cut=True), "it had got out of it"
+    assert is_looping(text, is_truncated=True)
+    assert not is_looping(text + " then the rest of it.", is_truncated=True), "it had got out of it"
 
 
 def test_nothing_said():
@@ -182,7 +182,7 @@ def test_words_that_all_differ_are_no_loop(count, seed):
     words = [f"{number:x}{rng.choice(string.ascii_lowercase)}" for number in range(count)]
     rng.shuffle(words)
     assert not is_looping(" ".join(words))
-    assert not is_looping(" ".join(words), was_cut=True)
+    assert not is_looping(" ".join(words), is_truncated=True)
 
 
 @given(st.text(max_size=300), st.sampled_from(["stop", "length"]))

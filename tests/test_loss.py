@@ -186,7 +186,7 @@ def golden_of_the_loops(config, flags):
 def test_every_option_equals_its_golden(name):
     config, flags = GOLDENS[name]
     head = wavy_head(**flags).double()
-    batch = Batch.packed(made_up_samples([TURNS, ANSWER], seed=4), 16)
+    batch = Batch.of(made_up_samples([TURNS, ANSWER], seed=4))
     outcome = outcome_of(head, doubled(batch), **config)
     outcome.loss.backward()
     made = golden(outcome, [one.grad for one in head.parameters() if one.requires_grad])
@@ -194,41 +194,6 @@ def test_every_option_equals_its_golden(name):
     assert made.keys() == expected.keys()
     for part, value in expected.items():
         assert made[part] == pytest.approx(value, rel=1e-6, abs=1e-9), part
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_packed_row_equals_the_loops(config):
-    samples = made_up_samples([ANSWER, TURNS, [True] * 3, ANSWER], seed=2)
-    batch = doubled(Batch.packed(samples, 32))
-    assert_equals_the_loops(wavy_head().double(), batch, samples, **config)
-
-
-@given(
-    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6),
-    room=st.integers(0, 70),
-)
-@settings(max_examples=40)
-def test_packed_and_padded_rows_have_one_loss(masks, room):
-    """No draft is judged and nothing is seen across documents; positions restart with each."""
-    masks = [[True] * 4, *masks]
-    samples, losses, grads = made_up_samples(masks, seed=3), [], []
-    for batch in (Batch.of(samples), Batch.packed(samples, room)):
-        head = wavy_head().double()
-        outcome = outcome_of(head, doubled(batch), num_ttt_steps=4)
-        outcome.loss.backward()
-        losses.append((outcome.loss, outcome.step_losses, outcome.num_judged, outcome.num_hits))
-        grads.append([weight.grad for weight in head.parameters()])
-    for padded, packed in (*zip(*losses, strict=True), *zip(*grads, strict=True)):
-        torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
-
-
-def test_a_packed_row_says_where_its_samples_begin():
-    samples = made_up_samples([[True] * 3, [True] * 2])
-    batch = Batch.packed(samples, 7)
-    assert batch.starts_BT.tolist() == [[0, 0, 0, 3, 3, -1, -1]]
-    assert batch.loss_mask_BT.tolist() == [[True] * 5 + [False] * 2]
-    assert Batch.packed(samples, 4).tokens_BT.shape == (1, 5)
-    assert Batch.of(samples).starts_BT.tolist() == [[0, 0, 0], [0, 0, -1]]
 
 
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=12))
@@ -293,7 +258,7 @@ def test_stored_best_tokens_are_taken_where_all_are_known(monkeypatch):
     batch, head, vocabulary = made_up_batch([TURNS, ANSWER]), wavy_head(), tiny_vocabulary()
     computed = outcome_of(head, batch, torch.float32)
     argmax_BT = vocabulary.best(batch.last_hidden_BTH.flatten(0, 1)).int().view(2, -1)
-    judged_BT = judged_positions(batch.loss_mask_BT, batch.starts_BT)
+    judged_BT = judged_positions(batch.loss_mask_BT)
     stored = replace(batch, argmax_BT=argmax_BT.where(judged_BT, -1))
     argmax_BT = argmax_BT.clone()
     argmax_BT[0, 2] = -1

@@ -338,7 +338,7 @@ def test_a_quantised_router_reads_its_own_rows_behind_a_shared_mlp(tmp_path):
 
 @needs_native
 def test_captured_states_are_those_of_decoding():
-    """Rows behind a shared prefix, against the plain forward: features and, by the product with
+    """Rows beside each other, against the plain forward of each: features and, by the product with
     lm_head, logits. Of a few hundred random rows the scale of one or another rounds the other way
     if it is not divided as the native one is.
     """
@@ -347,20 +347,20 @@ def test_captured_states_are_those_of_decoding():
     decoder = OwnDecoder(target)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(config.vocab_size, (16, 40), generator=generator).tolist()
-    shared, rows = (TOKENS * 2)[:16], [TOKENS[:9], TOKENS[3:8], *drawn]
-    states = decoder.states(rows, decoder.begin(shared))
+    rows = [TOKENS[:9], TOKENS[3:8], *drawn]
+    states = decoder.states(rows)
     for index, row in enumerate(rows):
         cache = target.new_cache(4)
         found = target.forward(
-            prompt_rows([shared + row], [0], np.arange(4, dtype=np.int32)[None], 16),
+            prompt_rows([row], [0], np.arange(4, dtype=np.int32)[None], 16),
             cache,
             config.default_taps,
         )
         assert found.aux_hidden is not None
-        assert np.array_equal(states.aux_hidden[index, : len(row)].float(), found.aux_hidden[16:])
+        assert np.array_equal(states.aux_hidden[index, : len(row)].float(), found.aux_hidden)
         head = QuantisedLinear([blocks["lm_head.weight"]])
         logits = head.float(states.last_hidden[index, : len(row)])
-        assert np.array_equal(logits, found.logits[16:])
+        assert np.array_equal(logits, found.logits)
 
 
 # Files

@@ -38,7 +38,7 @@ from eyas.errors import (
 from eyas.log import quiet
 from eyas.model.config import HeadOptions
 from eyas.model.target import Target
-from eyas.operators.batch import plan_batches, plan_packs
+from eyas.operators.batch import plan_batches
 from eyas.operators.head import load_head
 from eyas.operators.tensors import read_head
 from eyas.shards import Features
@@ -273,10 +273,8 @@ def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, 
     assert learned(output) == learned(whole)
 
 
-@pytest.mark.parametrize(("packed", "read_every"), [(False, 1), (True, 1), (False, 8)])
-def test_a_broken_feature_stops_the_run_and_is_named(
-    made, tmp_path, monkeypatch, packed, read_every
-):
+@pytest.mark.parametrize("read_every", [1, 8])
+def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path, monkeypatch, read_every):
     monkeypatch.setattr(trainer, "READ_EVERY", {"cpu": read_every})
     folder, target, samples = made
     broken = samples[5].aux_hidden.clone()
@@ -284,7 +282,7 @@ def test_a_broken_feature_stops_the_run_and_is_named(
     samples = [*samples[:5], replace(samples[5], aux_hidden=broken), *samples[6:]]
     features = write_features(tmp_path / "features", target, samples, samples[:1])
     output = Artifact(str(tmp_path / "head"))
-    config = CONFIG.model_copy(update={"batches": BatchConfig(tokens=128, packed=packed)})
+    config = CONFIG.model_copy(update={"batches": BatchConfig(tokens=128)})
     with pytest.raises(EyasError, match="loss nan") as raised:
         run(folder, features, output, config=config)
     keys = raised.value.what.split("samples: ")[1].split(", ")
@@ -388,13 +386,12 @@ def test_schedule_warms_up_and_falls_to_zero(schedule):
     st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 200), st.integers(0, 3)
 )
 @settings(max_examples=40)
-def test_batches_and_packs_hold_every_sample_once_within_their_room(lengths, room, seed):
-    for plan, tokens_of in ((plan_batches, lambda row: len(row) * max(row)), (plan_packs, sum)):
-        batches = plan(lengths, room, str(seed))
-        assert sorted(itertools.chain.from_iterable(batches)) == list(range(len(lengths)))
-        for numbers in batches:
-            assert len(numbers) == 1 or tokens_of([lengths[one] for one in numbers]) <= room
-        assert batches == plan(lengths, room, str(seed))
+def test_batches_hold_every_sample_once_within_their_room(lengths, room, seed):
+    batches = plan_batches(lengths, room, str(seed))
+    assert sorted(itertools.chain.from_iterable(batches)) == list(range(len(lengths)))
+    for numbers in batches:
+        assert len(numbers) == 1 or len(numbers) * max(lengths[one] for one in numbers) <= room
+    assert batches == plan_batches(lengths, room, str(seed))
 
 
 def test_batches_pad_little_and_differ_from_pass_to_pass():
@@ -403,7 +400,6 @@ def test_batches_pad_little_and_differ_from_pass_to_pass():
     padded = sum(len(numbers) * max(lengths[number] for number in numbers) for numbers in one)
     assert padded < 1.1 * sum(lengths)
     assert {tuple(numbers) for numbers in one} != {tuple(numbers) for numbers in two}
-    assert len(plan_packs(lengths, 2048, "0/0")) * 2048 < 1.03 * sum(lengths)
 
 
 def golden_step() -> dict[str, object]:
@@ -520,7 +516,7 @@ def test_an_error_in_the_feed_closes_its_reader():
             closed.append(True)
 
     reader = batches()
-    steps = feed(reader, [1, 1, 1], 0, BatchConfig(), module)
+    steps = feed(reader, [1, 1, 1], 0, module)
     assert len(next(steps)) == 1
     with pytest.raises(RuntimeError, match="empty list"):
         next(steps)

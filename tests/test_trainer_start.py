@@ -6,14 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from eyas import builtin, hub
 from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
-from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
+from eyas.errors import MismatchError, MissingInputError
 from eyas.lineage import head_manifest, sources
 from eyas.model.target import Target
 from eyas.operators.head import load_head
@@ -21,7 +20,7 @@ from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
 from eyas.train.ranks import Ranks
-from eyas.train.start import fit_to_features, given_vocabulary, initialise, recount
+from eyas.train.start import fit_to_features, initialise, recount
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
 from tests.test_cli import run_eyas
@@ -246,43 +245,6 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         train(config, str(wide), Features(features), Artifact(str(tmp_path / "e")))
     # refused before any folder is taken
     assert not (world.folder / "refused").exists()
-
-
-def test_a_draft_vocabulary_can_be_given_in_the_forms_of_other_trainers(world, tmp_path):
-    ids = [*range(3, 300, 4)]
-    mask = np.isin(np.arange(320), ids)
-    np.save(tmp_path / "t2d.npy", mask)
-    np.save(tmp_path / "d2t.npy", np.array(ids) - np.arange(len(ids)))
-    torch.save({"t2d": torch.from_numpy(mask), "d2t": None}, tmp_path / "vocabulary.pt")
-    (tmp_path / "ids.json").write_text(json.dumps(ids[::-1]))
-    made = []
-    for name in ("t2d.npy", "d2t.npy", "vocabulary.pt", "ids.json"):
-        given = {"draft_tokens": str(tmp_path / name)}
-        config = TrainConfig(**{**CONFIG.model_dump(), "head": given, "epochs": 1})
-        output = Artifact(str(tmp_path / f"head of {name}"))
-        made.append(train(config, str(world.target), Features(world.new), output).identity)
-        assert load_head(output.local_path("")).target_ids_W.tolist() == ids
-    assert len(set(made)) == 1, "the tokens count, not their file"
-
-
-def test_a_given_draft_vocabulary_that_is_none_is_refused(world, tmp_path):
-    files = {"other.npy": np.ones(7, bool), "twice.npy": np.array([4, 3]), "far.npy": [[1]]}
-    for name, array in files.items():
-        np.save(tmp_path / name, array)
-    (tmp_path / "text.json").write_text("[1, 2")
-    (tmp_path / "beyond.json").write_text("[1, 999]")
-    for name in (*files, "text.json", "beyond.json"):
-        with pytest.raises(CorruptError, match="no draft vocabulary of a target of 320 tokens"):
-            given_vocabulary(str(tmp_path / name), 320)
-    with pytest.raises(MissingInputError, match="cannot be read"):
-        given_vocabulary(str(tmp_path / "nothing.npy"), 320)
-    np.save(tmp_path / "good.npy", np.arange(320) < 40)
-    given = {"draft_tokens": str(tmp_path / "good.npy")}
-    with pytest.raises(ConfigError, match="start are both set"):
-        world.tune("refused", world.head.url, head=given)
-    config = TrainConfig(**{**CONFIG.model_dump(), "head": {**given, "draft_vocab_size": 64}})
-    with pytest.raises(ConfigError, match="has 40 tokens"):
-        train(config, str(world.target), Features(world.new), Artifact(str(tmp_path / "head")))
 
 
 def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):

@@ -279,12 +279,3 @@ def test_a_callback_gets_every_row_and_ends_no_run(made, tmp_path, caplog):
     warned = [record.data for record in caplog.records if "on_row" in record.message]
     assert warned == [{"step": 3, "error": "ConnectionError"}]
     assert "secret" not in caplog.text
-
-
-def test_packed_rows_learn_the_same_samples(made, tmp_path):
-    output = run(made, changed(batches={"tokens": 64, "packed": True}, epochs=2), tmp_path)
-    rows = list(output.read_jsonl(METRICS))
-    assert sum(row["samples"] for row in rows) == 18
-    assert sum(row["tokens"] for row in rows) == 2 * sum(Features(made[1]).lengths)
-    assert all(row["tokens"] <= 64 for row in rows)
-    assert rows[-1]["loss"] < rows[0]["loss"]

@@ -4,8 +4,6 @@ step computes.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,18 +56,13 @@ def test_slots_know_their_place_and_their_tiles():
     assert slots.flat_N.tolist() == [1, 2, 8, 11]
     assert slots.slot_N.tolist() == [1, 2, 0, 3]
     assert slots.first_N.tolist() == [0, 0, 8, 8]
-    assert slots.position_M.tolist() == [0, 1, 2, 3] * 3
     assert slots.tiles == ((0, 4, 0, 12),)
     assert torch.equal(slots.take(active_BT), torch.ones(4, dtype=torch.bool))
-    packed = Slots.where(active_BT, torch.tensor([[0, 1, 1, 1], [0, 0, 2, 2], [0, 0, -1, -1]]))
-    assert packed.slot_N.tolist() == [0, 1, 0, 3]  # the last is padding, its place means nothing
-    assert packed.first_N.tolist() == [1, 1, 8, 8]
 
 
-def test_a_packed_row_costs_what_its_documents_do():
-    """Tiles look at the tokens of their own documents, and at some more: sizes are few."""
-    starts = (torch.arange(4000) // 40 * 40)[None]
-    tiles = Slots.where(torch.ones_like(starts, dtype=torch.bool), starts).tiles
+def test_tiles_look_at_their_own_rows():
+    """And at some tokens more: sizes are few."""
+    tiles = Slots.where(torch.ones(100, 40, dtype=torch.bool)).tiles
     assert sum(end - begin for begin, end, _, _ in tiles) == 4000
     assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
 
@@ -89,39 +82,36 @@ def test_flex_attention_is_what_it_is_taken_for(monkeypatch):
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     sizes = (5, 4, 6), (8, 2, 6), (8, 2, 6), (5, 2, 6), (5, 2, 6)
     tensors = [waves(*size, seed=number) for number, size in enumerate(sizes)]
-    slots = Slots.of(
-        torch.tensor([0, 2, 3, 5, 7]), torch.tensor([[0, 0, 0, 3, 3, 3, 6, 6]]), None, "cuda"
-    )
+    slots = Slots.of(torch.tensor([0, 2, 3, 5, 7]), (2, 4), None, "cuda")
     made = ttt.attend(slots, *tensors[:3], tensors[3:])
     monkeypatch.setattr(ttt, "flex_kernel", lambda kind: dense_flex)
     torch.testing.assert_close(made, ttt.attend(slots, *tensors[:3], tensors[3:]))
 
 
 @given(
-    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=5),
+    mask=st.lists(st.booleans(), min_size=1, max_size=45),
+    T=st.integers(1, 9),
     num_own=st.integers(0, 3),
     window=st.sampled_from([None, 4]),
     block=st.sampled_from([2, 16]),
 )
 @settings(max_examples=40)
-def test_a_gpus_attention_equals_the_plain_one(masks, num_own, window, block):
-    """Outputs and gradients: any documents, one token long too, and slots that are there twice."""
+def test_a_gpus_attention_equals_the_plain_one(mask, T, num_own, window, block):
+    """Outputs and gradients: rows of one token too, and slots that are there twice."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ttt, "BLOCK", block)
         patched.setattr(ttt, "flex_kernel", lambda kind: dense_flex)
-        lengths = [len(mask) for mask in masks]
-        begins = [0, *itertools.accumulate(lengths[:-1])]
-        starts_BT = torch.tensor(begins).repeat_interleave(torch.tensor(lengths))[None]
-        flat_N = torch.tensor([one for mask in masks for one in mask]).nonzero().squeeze(1)
+        size = -(-len(mask) // T), T
+        flat_N = torch.tensor(mask).nonzero().squeeze(1)
         flat_N = F.pad(flat_N, (0, 3), value=int(flat_N[-1]) if len(flat_N) else 0)
-        N, M = len(flat_N), starts_BT.numel()
+        N, M = len(flat_N), size[0] * T
         sizes = [(N, 4, 6), (M, 2, 6), (M, 2, 6), *[(N, 2, 6)] * (2 * num_own)]
         tensors = [
             waves(*size, seed=number).double().requires_grad_() for number, size in enumerate(sizes)
         ]
         results = []
         for kind in ("cpu", "cuda"):
-            slots = Slots.of(flat_N, starts_BT, window, kind)
+            slots = Slots.of(flat_N, size, window, kind)
             assert bool(slots.blocks) == (kind == "cuda")
             mixed = ttt.attend(slots, *tensors[:3], tensors[3:])
             results.append([mixed, *torch.autograd.grad(mixed.sin().sum(), tensors)])

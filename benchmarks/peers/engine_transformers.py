@@ -4,6 +4,7 @@ loop without `generate`.
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 from wire import Decoded, serve
 
-from eyas.operators.decoder import with_cache
+
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """Arguments of a forward of transformers that reads and extends a cache; before 5.24 it is
+    called `past_key_values`.
+    """
+    names = inspect.signature(module.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 class Transformers:

@@ -172,7 +172,7 @@ def _bench(
             what = f"no request of arm {arm!r} with {load} was answered: {own[0].reply.error}"
             raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
     differences = run.differences()
-    cut = {task.prompt_id for task in tasks if task.is_cut}
+    cut = {task.prompt_id for task in tasks if task.has_later_turns}
     engines = {arm: one.engine for arm, one in facts.items()}
     is_greedy = config.temperature == 0
     summary = {

@@ -9,8 +9,9 @@ stale in a window where
     sd                  of tau over answers like the card's: se_card * sqrt(answers)
     n                   the window's requests, or the number of the card's answers that have as
                         many rounds, if that is less
-    z                   3.09: one false alarm in a thousand windows (FALSE_ALARMS) that lose just
-                        the margin, if sums of answers are normally distributed
+    z                   3.09: FALSE_ALARMS for windows that lose just the margin, if sums of answers
+                        were normally distributed; they are skewed, and nearly one in 100 was
+                        measured, none without a loss (docs/production.md)
 
 Rounds of one answer are alike and no independent draws, so answers are counted: a long one once,
 short ones by their rounds. MARGIN allows for other prompts than the card's: a loss must also be
@@ -45,7 +46,7 @@ from eyas.errors import CorruptError, EyasError, MismatchError, MissingInputErro
 from eyas.tau import Interval, acceptance_of_positions
 
 MARGIN = 0.1  # share of the accepted drafts per round: less is not worth a training run
-FALSE_ALARMS = 0.001  # share of windows
+FALSE_ALARMS = 0.001  # share of windows, by a normal distribution
 Z = NormalDist().inv_cdf(1 - FALSE_ALARMS)
 LOST_S = 300.0  # longer than a server takes to load
 # Relative error of judged drafts per round: eyas counts drafts when they are judged, and rounds

@@ -6,8 +6,8 @@ A file holds JSON lines in any of three shapes:
     {"id"?, "messages": [{"role", "content"}, ...]}               a conversation in OpenAI's form
     {"question_id", "category", "turns": [...]}                   Spec-Bench
 
-Each gives one request: the user's turns before the assistant's first answer. Later turns are left
-out (Task.is_cut). An id may have any name that `eyas prompts` knows; else it is the row's number.
+Each gives one request: the user's turns before the assistant's first answer; later turns are not
+asked. An id may have any name that `eyas prompts` knows; else it is the row's number.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from eyas.records import Message
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request. category: the row's own, its source, or "". is_cut: later turns are left out."""
+    """One request. category: the row's own, its source, or "". has_later_turns: not asked."""
 
     prompt_id: str
     category: str
     messages: tuple[Message, ...]
-    is_cut: bool = False
+    has_later_turns: bool = False
 
 
 def read_tasks(prompts: str, count: int, seed: int) -> list[Task]:

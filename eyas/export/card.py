@@ -160,9 +160,8 @@ class HeadCard:
         }
 
     def tables(self) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
-        """eval.json's tables, whatever it has (by source, language, temperature, tree,
-        concurrency): name, a note or nothing (of trees the target's precision, and whether the
-        commands have another), columns, rows.
+        """eval.json's tables (by source, language, temperature, tree): name, a note or nothing (of
+        trees the target's precision, and whether the commands have another), columns, rows.
         """
         measured = self.measured or {}
         for name, value in measured.items():
@@ -188,13 +187,12 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 def _rows(value: Any) -> list[dict[str, str]]:
     if isinstance(value, Mapping):
-        named = [
+        value = [
             {"": name, **(one if isinstance(one, Mapping) else {"tau": one})}
             for name, one in value.items()
         ]
-        value = value.get("by_concurrency", named)
     if not isinstance(value, list) or not all(
-        isinstance(row, Mapping) and {"tau", "speedup"} & row.keys() for row in value
+        isinstance(row, Mapping) and "tau" in row for row in value
     ):
         return []
     return [

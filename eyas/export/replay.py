@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from eyas.builtin import demo_prompts
 from eyas.chat import Chat
@@ -52,9 +51,9 @@ from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.operators.batch import Batch
 from eyas.operators.chain import matched_spans
-from eyas.operators.decoder import HookedDecoder
+from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.operators.head import head_of
-from eyas.operators.tensors import tensor_of, tensors_of
+from eyas.operators.tensors import tensors_of
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 
@@ -227,14 +226,10 @@ class AnswerBatch:
         cls, target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
     ) -> AnswerBatch:
         """Run the target; float32."""
-        rows, found = [torch.tensor(one.token_ids) for one in answers], list[Tensor]()
-        if isinstance(target, HookedDecoder):
-            of_layers = target.states([one.token_ids for one in answers], taps=layers)
-            found += of_layers.aux_hidden, of_layers.last_hidden
-        else:
-            tokens_BT = pad_sequence(rows, batch_first=True)
-            found += map(tensor_of, target.features(tokens_BT.numpy(), tuple(layers)))
-        hidden, last_hidden = (one.float().cpu() for one in found)
+        decoder = target if isinstance(target, HookedDecoder) else OwnDecoder(target)
+        rows = [torch.tensor(one.token_ids) for one in answers]
+        found = decoder.states([one.token_ids for one in answers], layers)
+        hidden, last_hidden = (one.float().cpu() for one in (found.aux_hidden, found.last_hidden))
         samples = [
             Sample("", ids, torch.tensor(one.mask), *(of[: len(ids)] for of in states))
             for ids, one, *states in zip(rows, answers, hidden, last_hidden, strict=True)

@@ -156,8 +156,8 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
             )
         if tuple(seen) != request.prompt_ids:
             raise PromptMismatch(seen, request.prompt_ids)
-        is_cut = choice.finish_reason == "length"
-        if not is_cut and not set(choice.token_ids[-1:]) & set(self._proof.end_ids):
+        is_truncated = choice.finish_reason == "length"
+        if not is_truncated and not set(choice.token_ids[-1:]) & set(self._proof.end_ids):
             raise RequestFailure("unfit", "leaves out the token that ended an answer")
         if not choice.token_ids:
             raise RequestFailure("broken", "answers without a token")

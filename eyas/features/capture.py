@@ -34,7 +34,6 @@ from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, Wor
 from eyas.features.marks import Mark
 from eyas.features.samples import (
     CapturePlan,
-    ForwardBatch,
     SamplePlan,
     forward_batches,
     plan_samples,
@@ -69,12 +68,12 @@ class CaptureConfig(Settings):
     """Settings of the stage.
 
     `dtype`: "auto" is the checkpoint's own for transformers' decoder and for servers, and for ours
-    as for every stage (`resolve_dtype`). `device_map`: accelerate's, for transformers' decoder.
-    `codec`, `teacher`: see shards.FeatureMeta; held-out samples are stored exactly, since a server
-    has no rounded features. `batch_tokens`: with 1 every sample is computed alone, and its bits
-    depend on nothing beside it. `leave_out`: truncated answers and loops are the target's own
-    words, as a server will have to decode them, and stay. `servers` (vLLM, SGLang: features.states)
-    are proved by transformers on some of the samples, and compute in `dtype`.
+    as for every stage (`resolve_dtype`). `codec`, `teacher`: see shards.FeatureMeta; held-out
+    samples are stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every
+    sample is computed alone, and its bits depend on nothing beside it. `leave_out`: truncated
+    answers and loops are the target's own words, as a server will have to decode them, and stay.
+    `servers` (vLLM, SGLang: features.states) are proved by transformers on some of the samples, and
+    compute in `dtype`.
     """
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
@@ -224,11 +223,9 @@ class CaptureTask:
         share = self.config.held_out_share
         return [one for one in self.plan.samples if split_of(one.prompt_id, share) == split]
 
-    def batches(self, split: Split, reuses: bool) -> list[ForwardBatch]:
-        """The forwards of a split: what the other split holds changes no value of this one.
-        reuses: as in SampleSource.
-        """
-        return list(forward_batches(self.samples(split), self.batch_tokens, reuses))
+    def batches(self, split: Split) -> list[list[SamplePlan]]:
+        """The forwards of a split: what the other split holds changes no value of this one."""
+        return list(forward_batches(self.samples(split), self.batch_tokens))
 
     def counts(self) -> dict[str, int]:
         """For the manifest: all answers, and samples and tokens of the splits that are stored."""
@@ -350,19 +347,13 @@ def capture(
                 split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD)
                 for split, meta in metas.items()
             }
-            work = [
-                (writers[split], batch)
-                for split in splits
-                for batch in task.batches(split, source.reuses)
-            ]
-            free, needed = (
-                output.room(),
-                sum(
-                    len(one) * writer.meta.bytes_per_token
-                    for writer, batch in work
-                    for one in batch.samples
-                    if one.key not in writer.keys
-                ),
+            work = [(writers[split], plans) for split in splits for plans in task.batches(split)]
+            free = output.room()
+            needed = sum(
+                len(one) * writer.meta.bytes_per_token
+                for writer, plans in work
+                for one in plans
+                if one.key not in writer.keys
             )
             if free is not None and needed > free:
                 raise StorageFullError(
@@ -380,19 +371,19 @@ def capture(
 
 
 def _capture_missing(
-    source: SampleSource, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
+    source: SampleSource, work: list[tuple[ShardWriter, list[SamplePlan]]], track: Track
 ) -> None:
     """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
-    its bits do not depend on where an earlier run was interrupted. A thread encodes and writes it
-    beside the next one's forward.
+    its bits do not depend on where an earlier run was interrupted. A thread encodes beside the next
+    forward.
     """
-    total = sum(len(batch.samples) for _, batch in work)
+    total = sum(len(plans) for _, plans in work)
     missing = [
-        (writer, batch)
-        for writer, batch in work
-        if any(one.key not in writer.keys for one in batch.samples)
+        (writer, plans)
+        for writer, plans in work
+        if any(one.key not in writer.keys for one in plans)
     ]
-    done = total - sum(len(batch.samples) for _, batch in missing)
+    done = total - sum(len(plans) for _, plans in missing)
     num_tokens, started = 0, time.monotonic()
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
@@ -403,12 +394,12 @@ def _capture_missing(
 
     with ThreadPoolExecutor(1, "encode") as pool, closing(source.samples(missing)) as computed:
         writing: Future[None] | None = None
-        for (writer, batch), samples in zip(missing, computed, strict=True):
+        for (writer, plans), samples in zip(missing, computed, strict=True):
             if writing is not None:
                 writing.result()
             writing = pool.submit(write, writer, samples)
-            num_tokens += sum(map(len, batch.samples))
-            done += len(batch.samples)
+            num_tokens += sum(map(len, plans))
+            done += len(plans)
             speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
             track(done, total, ", ".join(filter(None, (speed, source.status()))))
         if writing is not None:

@@ -1,11 +1,10 @@
 """Servers (SGLang, vLLM, ours) as one backend: `generate` asks for answers, `capture` for hidden
 states.
 
-The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection, with
-pauses. Then a request goes to the least busy server that did not just fail. It is given up where it
-is refused, or fails MOST_FAILURES times at servers that pass their checks. The run ends where no
-server has answered or passed a check for PATIENCE_S; every answer is kept. Many servers are better
-behind a router.
+The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection. Then a
+request goes to the least busy server that did not just fail. It is given up where it is refused, or
+fails MOST_FAILURES times at servers that pass their checks. The run ends where no server has
+answered or passed a check for PATIENCE_S. Many servers are better behind a router.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 workers, here or on Ray (eyas/executor.py); `states` has servers. `online` gives them as they are
 computed; `capture` stores them.
 
-    this process   plan -> forwards ->                           -> shards, in order
-    each worker                        samples -> encoded bytes
-
-This process writes in order, so the files are those of one process, and a forward that is lost with
-its worker is computed again.
+Workers encode; this process writes in order, so the files are those of one process, and a forward
+that is lost with its worker is computed again.
 """
 
 from __future__ import annotations
@@ -21,19 +18,18 @@ from typing import Any
 import torch
 import transformers
 import zstandard
+from torch import Tensor
 
 from eyas.artifact import VERSION
 from eyas.cores import cores
 from eyas.errors import EyasError, MismatchError
 from eyas.executor import Executor
-from eyas.features.samples import ForwardBatch, SamplePlan
+from eyas.features.samples import SamplePlan
 from eyas.model.library import CHOICE, build
 from eyas.model.threads import set_num_threads
 from eyas.operators.decoder import (
     FeatureDecoder,
-    HiddenStates,
     OwnDecoder,
-    SharedPrefix,
     default_device,
 )
 from eyas.operators.vocab import TargetVocabulary
@@ -48,16 +44,13 @@ from eyas.shards import (
     teacher_mask,
 )
 
-# Forwards, each with the writer that its samples are for; None: they are not stored.
-Work = Iterable[tuple[ShardWriter | None, ForwardBatch]]
+# The samples of each forward, with the writer that they are for; None: they are not stored.
+Work = Iterable[tuple[ShardWriter | None, list[SamplePlan]]]
 
 
 class SampleSource:
-    """What computes samples. reuses: whether a common beginning is computed once. lm_head_sha256:
-    of the target.
-    """
+    """What computes samples. lm_head_sha256: of the target."""
 
-    reuses: bool
     lm_head_sha256: str
 
     def samples(self, work: Work) -> Generator[Sequence[Sample | EncodedSample]]:
@@ -80,16 +73,14 @@ class SampleSource:
         """End what Python does not."""
 
 
-def sample_of(plan: SamplePlan, states: HiddenStates) -> Sample:
+def sample_of(plan: SamplePlan, aux_hidden: Tensor, last_hidden: Tensor) -> Sample:
     """A sample with its states."""
     ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
-    return Sample(plan.key, ids, mask, states.aux_hidden, states.last_hidden, plan.source)
+    return Sample(plan.key, ids, mask, aux_hidden, last_hidden, plan.source)
 
 
 class FeatureForward(SampleSource):
-    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
-    in a row share is computed once.
-    """
+    """Computes one forward after the other, in the decoder's dtype."""
 
     def __init__(
         self,
@@ -101,36 +92,23 @@ class FeatureForward(SampleSource):
         and have the target's best tokens.
         """
         self._decoder, self._dtype, self._vocabulary = decoder, dtype, vocabulary
-        self._prefix: tuple[bytes, SharedPrefix] | None = None
-        self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
+        self.lm_head_sha256 = decoder.lm_head_sha256
 
     def computed_by(self) -> dict[str, str]:
         return {"here": implementation(self._decoder)}
 
     def samples(self, work: Work) -> Generator[list[Sample]]:
         """Nothing is computed ahead."""
-        return ([*self._samples(batch)] for _, batch in work)
-
-    def _samples(self, batch: ForwardBatch) -> Iterator[Sample]:
-        name, prefix = batch.prefix.tobytes(), None
-        if name:
-            if self._prefix is None or self._prefix[0] != name:
-                self._prefix = name, self._decoder.begin(batch.prefix.tolist())
-            prefix = self._prefix[1]
-        rows = [one.token_ids[batch.num_shared :].tolist() for one in batch.samples]
-        states = self._decoder.states(rows, prefix)
-        for row, one in enumerate(batch.samples):
-            end = len(one) - batch.num_shared
-            aux_hidden, last_hidden = states.aux_hidden[row, :end], states.last_hidden[row, :end]
-            if prefix is not None:
-                aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
-                last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
-            yield self._as_stored(sample_of(one, HiddenStates(aux_hidden, last_hidden)))
+        for _, plans in work:
+            states = self._decoder.states([one.token_ids.tolist() for one in plans])
+            rows = zip(plans, states.aux_hidden, states.last_hidden, strict=True)
+            yield [
+                self._as_stored(sample_of(one, aux_hidden[: len(one)], last_hidden[: len(one)]))
+                for one, aux_hidden, last_hidden in rows
+            ]
 
     def _as_stored(self, sample: Sample) -> Sample:
-        """With the best tokens where a teacher is asked: those of the last hidden states in the
-        stored dtype, whatever a codec makes of them.
-        """
+        """With the target's best tokens, by the last hidden states in the stored dtype."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             return sample
@@ -148,7 +126,7 @@ class FeatureForward(SampleSource):
 class ForwardJob:
     """A forward for a worker. codec: of `meta`."""
 
-    batch: ForwardBatch
+    plans: list[SamplePlan]
     meta: FeatureMeta
     codec: Codec
 
@@ -159,7 +137,6 @@ class ForwardResult:
 
     host: str
     computed_by: str
-    reuses: bool
     lm_head_sha256: str
     samples: list[EncodedSample]
 
@@ -185,9 +162,9 @@ class ForwardTask:
         def compute(job: ForwardJob | None) -> ForwardResult:
             samples = []
             if job is not None:
-                (computed,) = forward.samples([(None, job.batch)])
+                (computed,) = forward.samples([(None, job.plans)])
                 samples = [encoded(one, job.meta, job.codec) for one in computed]
-            return ForwardResult(host, by, forward.reuses, forward.lm_head_sha256, samples)
+            return ForwardResult(host, by, forward.lm_head_sha256, samples)
 
         return compute
 
@@ -206,7 +183,7 @@ def implementation(decoder: FeatureDecoder) -> str:
 
 
 class WorkerForward(SampleSource):
-    """Computes samples by an executor of a ForwardTask."""
+    """Workers, by an executor of a ForwardTask."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
         """Let all workers load the target. Raises MismatchError for two whose features would
@@ -218,7 +195,7 @@ class WorkerForward(SampleSource):
             self._first, *others = executor.map([None] * workers)
             for one in others:
                 self._refuse_another(one)
-            self.reuses, self.lm_head_sha256 = self._first.reuses, self._first.lm_head_sha256
+            self.lm_head_sha256 = self._first.lm_head_sha256
             self._opened = stack.pop_all()
 
     def computed_by(self) -> dict[str, str]:
@@ -229,12 +206,12 @@ class WorkerForward(SampleSource):
         asked: deque[tuple[ShardWriter, ForwardJob]] = deque()
 
         def jobs() -> Iterator[ForwardJob]:
-            for writer, batch in work:
+            for writer, plans in work:
                 assert writer is not None, "workers give bytes for a store"
                 codec, meta = writer.codec, writer.meta
                 if codec is None:
                     meta = meta.model_copy(update={"codec": "raw"})
-                asked.append((writer, ForwardJob(batch, meta, codec or meta.coder())))
+                asked.append((writer, ForwardJob(plans, meta, codec or meta.coder())))
                 yield asked[-1][1]
 
         with closing(self._executor.map(jobs())) as results:

@@ -5,12 +5,10 @@ answer ends its conversation; after a refusal it goes on. All of these are marke
 with personal data or a secret that was not in its prompt is never written: it is counted by type,
 and ends its conversation too.
 
-The engine in this process answers where `servers` is empty, on the CPU. On a machine with a GPU
-start SGLang or vLLM, and give `servers`.
-
-A run that is killed, or whose servers have all died, resumes where it was (see answers), on what
-computes the same bits. Which servers answer, how many requests run at once, and whether a head
-speculates changes no answer, and is not part of the identity.
+The engine in this process answers, on the CPU, where `servers` is empty. A run that is killed, or
+whose servers have all died, resumes where it was (see answers), on what computes the same bits.
+Which servers answer, how many requests run at once, and whether a head speculates changes no
+answer, and is not part of the identity.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _ENUMERATOR = re.compile(r"^\s*\d+[.):]", re.MULTILINE)  # that counts the round
 LONGEST_PERIOD = 64  # units
 LEAST_REPEATS = 4
 # units of a loop: anywhere in an answer, and at the end of a truncated one
-LOOP_UNITS, CUT_LOOP_UNITS = 50, 20
+LOOP_UNITS, TRUNCATED_LOOP_UNITS = 50, 20
 # The least share of different 4-grams in a long answer: 0.75 or more in prose and most code, 0.3 in
 # data in JSON.
 GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.2
@@ -122,12 +122,12 @@ _REFUSAL = re.compile(
 
 def mark(text: str, finish_reason: str) -> Mark | None:
     """What is special about an answer, or None. finish_reason: "stop" or "length"."""
-    was_cut = finish_reason != "stop"
+    is_truncated = finish_reason != "stop"
     if not text.strip():
-        return "truncated" if was_cut else "empty"
-    if is_looping(text, was_cut):
+        return "truncated" if is_truncated else "empty"
+    if is_looping(text, is_truncated):
         return "looping"
-    if was_cut:
+    if is_truncated:
         return "truncated"
     return "refused" if is_refusal(text) else None
 
@@ -140,15 +140,15 @@ def is_refusal(text: str) -> bool:
     return _REFUSAL.match(plain) is not None
 
 
-def is_looping(text: str, was_cut: bool = False) -> bool:
+def is_looping(text: str, is_truncated: bool = False) -> bool:
     """Whether words repeat LEAST_REPEATS times in a row or more, or all over a long answer.
-    was_cut: by its token limit; a loop at its end would have gone on.
+    is_truncated: by its token limit; a loop at its end would have gone on.
     """
     numbers: dict[str, int] = {}
     found = _UNIT.findall(_ENUMERATOR.sub("", text.casefold()))
     units = np.array([numbers.setdefault(unit, len(numbers)) for unit in found], dtype=np.int64)
     for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
-        least = max((LEAST_REPEATS - 1) * period, CUT_LOOP_UNITS - period)
+        least = max((LEAST_REPEATS - 1) * period, TRUNCATED_LOOP_UNITS - period)
         equal = units[:-period] == units[period:]
         if np.count_nonzero(equal) < least:  # nearly always
             continue
@@ -161,7 +161,7 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
         if length < least:
             continue
         if covered >= LOOP_UNITS or (
-            was_cut and covered >= CUT_LOOP_UNITS and start + covered == len(units)
+            is_truncated and covered >= TRUNCATED_LOOP_UNITS and start + covered == len(units)
         ):
             return True
     if len(units) < GRAMS_UNITS:

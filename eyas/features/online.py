@@ -10,9 +10,10 @@ GPU, and last bits may differ: another identity.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
+from itertools import chain
 from threading import Lock
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.features.capture import CaptureConfig, CaptureTask, open_source
 from eyas.features.forward import FeatureForward
-from eyas.features.samples import ForwardBatch, of_similar_lengths
+from eyas.features.samples import forward_batches
 from eyas.features.states import StateFleet
 from eyas.operators.shape import StoredMatrices
 from eyas.shards import CODECS, FeatureMeta, Sample, Split
@@ -79,46 +80,30 @@ class OnlineFeatures:
     """A FeatureSource: the samples of one split, computed when they are read."""
 
     def __init__(self, target: OnlineTarget, split: Split) -> None:
-        self._target, self._split = target, split
-
-    @property
-    def meta(self) -> FeatureMeta:
-        return self._target.meta
-
-    @property
-    def inputs(self) -> Mapping[str, Manifest]:
-        return {"features": self._target.manifest}
-
-    @cached_property
-    def _singles(self) -> list[ForwardBatch]:
-        """A batch for each sample, in the order of a store."""
-        batches = self._target.batches(self._split, self._target.source.reuses)
-        return [ForwardBatch([one], batch.num_shared) for batch in batches for one in batch.samples]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(single.samples[0]) for single in self._singles]
+        self._target, self.meta = target, target.meta
+        self.inputs = {"features": target.manifest}
+        self._plans = list(chain.from_iterable(target.batches(split)))  # as in a store
+        self.lengths = list(map(len, self._plans))
 
     def __len__(self) -> int:
-        return len(self._target.samples(self._split))
+        return len(self._plans)
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for single in self._singles:
-            one = single.samples[0]
+        for one in self._plans:
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
         """Servers are asked for later batches ahead."""
         target, dtype = self._target, DTYPES[self.meta.dtype]
-        work = ((None, one) for numbers in batches for one in self._joined(numbers))
+        most = target.batch_tokens
+        asked = [[self._plans[number] for number in numbers] for numbers in batches]
+        work = ((None, plans) for batch in asked for plans in forward_batches(batch, most))
         with closing(target.source.samples(work)) as computed:
-            for numbers in batches:
+            for batch in asked:
                 made: dict[str, Sample] = {}
                 with target.computing:
-                    while len(made) < len(numbers):
+                    while len(made) < len(batch):
                         made |= {one.key: one for one in next(computed)}
-                    if torch.cuda.is_available():  # another stream may use the kept prefix next
-                        torch.cuda.current_stream().synchronize()
                 # copies: those of inference mode have no gradient
                 yield [
                     dataclasses.replace(
@@ -126,17 +111,5 @@ class OnlineFeatures:
                         aux_hidden=one.aux_hidden.to(dtype, copy=True),
                         last_hidden=one.last_hidden.to(dtype, copy=True),
                     )
-                    for one in (made[self._singles[number].samples[0].key] for number in numbers)
+                    for one in (made[plan.key] for plan in batch)
                 ]
-
-    def _joined(self, numbers: Sequence[int]) -> Iterator[ForwardBatch]:
-        """Samples in as few forwards as can be: of one prefix and of similar lengths."""
-        by_prefix: dict[bytes, list[ForwardBatch]] = {}
-        for number in numbers:
-            single = self._singles[number]
-            by_prefix.setdefault(single.prefix.tobytes(), []).append(single)
-        for alike in by_prefix.values():
-            num_shared = alike[0].num_shared
-            samples = [single.samples[0] for single in alike]
-            for batch in of_similar_lengths(samples, self._target.batch_tokens, num_shared):
-                yield ForwardBatch(batch, num_shared)

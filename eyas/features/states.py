@@ -134,7 +134,6 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                     path.unlink(missing_ok=True)
 
     def _finished(self, streams_TSH: Tensor) -> HiddenStates:
-        """The three taps, and lm_head's input from the fourth stream."""
         tail = self._tails[0 if self._is_vllm else 1]
         last_hidden = tail(streams_TSH[:, 3]).to("cpu", streams_TSH.dtype)
         return HiddenStates(streams_TSH[:, :3].flatten(1), last_hidden)
@@ -259,8 +258,6 @@ def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tenso
 class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
     """Servers as a source of samples, each computed alone."""
 
-    reuses = False  # no shared beginnings
-
     def __init__(
         self,
         urls: Sequence[str],
@@ -293,19 +290,20 @@ class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
         EyasError for a request without states.
         """
         listed, coming = itertools.tee(batch for _, batch in work)
-        plans = (one for batch in coming for one in batch.samples)
+        plans = (one for batch in coming for one in batch)
         asked: deque[str] = deque()  # not yet yielded, in order
         try:
             for batch in listed:
                 samples = []
-                for plan in batch.samples:
+                for plan in batch:
                     for one in itertools.islice(plans, 2 * self.capacity - len(asked)):
                         # the next epoch may ask for a sample before it has come
                         asked.append(f"{one.key} ({next(self._numbers)})")
                         self.add(StateRequest(asked[-1], tuple(one.token_ids.tolist())))
                     while asked[0] not in self._ready:
                         self._take()
-                    samples.append(sample_of(plan, self._ready.pop(asked.popleft())))
+                    states = self._ready.pop(asked.popleft())
+                    samples.append(sample_of(plan, states.aux_hidden, states.last_hidden))
                 yield samples
         finally:
             for name in asked:

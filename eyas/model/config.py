@@ -261,15 +261,12 @@ class HeadOptions(BaseModel):
     The default norms, fc_norm and norm_output, are EAGLE-3.1's, which eyas, SGLang and vLLM read;
     llama.cpp and OpenVINO read a head without them (docs/decisions/training.md).
     draft_vocab_size: by default as many tokens as cover 99 % of the training answers
-    (train/start.py), at most 32,000. draft_tokens: a file that says which
-    (`train.start.given_vocabulary`); None
-    counts the answers. sliding_window: the tokens that a draft attends to.
+    (train/start.py), at most 32,000. sliding_window: the tokens that a draft attends to.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     draft_vocab_size: int | None = Field(None, ge=1)
-    draft_tokens: str | None = Field(None, description="a file: .npy, .pt or .json of token ids")
     train_lm_head: bool = Field(True, description="false: the target's rows stay")
     norm_before_residual: bool = Field(False, description="take the residual after hidden_norm")
     norm_before_fc: bool = Field(False, description="one norm of the three streams together")

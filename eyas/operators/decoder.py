@@ -5,16 +5,13 @@ Of transformers' models only the structure is assumed (a list of decoder layers,
 something feeds), and no family by its name: what the hooks see is checked against the model's own
 `output_hidden_states` and logits before anything is captured.
 
-Letters: B batch, T longest of it, P tokens of a shared prefix, H the target's hidden size, V its
-vocabulary.
+Letters: B batch, T longest of it, H the target's hidden size, V its vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +19,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError, extra
 from eyas.gguf.checkpoint import whole_folder
 from eyas.model.arrays import Array, refuse_nonfinite
 from eyas.model.config import TargetShape
-from eyas.model.rows import prompt_rows
-from eyas.model.target import PAGE_SIZE, Dtype, Target
+from eyas.model.target import Dtype, Target
 from eyas.model.weights import array_sha256
 from eyas.operators.foreign import (
     ANOTHER,
@@ -70,25 +66,11 @@ class HiddenStates:
     last_hidden: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """The first P tokens of several samples, computed: their states [P, ...], and what attention to
-    them needs.
-    """
-
-    num_tokens: int
-    states: HiddenStates
-    kept: Any  # the decoder's own
-
-
 class OwnDecoder:
     """Our own decoder: the values that the built-in engine computes.
 
-    lm_head_sha256: of the target's output matrix, as TargetVocabulary has it. reuses: whether it
-    can go on from a SharedPrefix.
+    lm_head_sha256: of the target's output matrix, as TargetVocabulary has it.
     """
-
-    reuses = True
 
     def __init__(self, target: Target) -> None:
         self._target, self.lm_head_sha256 = target, target.lm_head_sha256
@@ -98,51 +80,15 @@ class OwnDecoder:
     def load(cls, folder: str | Path, dtype: Dtype) -> OwnDecoder:
         return cls(Target.load(folder, dtype))
 
-    def begin(self, tokens: Sequence[int]) -> SharedPrefix:
-        """Compute a shared prefix, a multiple of samples.SHARED_STEP tokens."""
-        assert len(tokens) % PAGE_SIZE == 0
-        states, kept = self._forward([tokens], None)
-        return SharedPrefix(
-            len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), kept
-        )
-
-    def states(
-        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
-    ) -> HiddenStates:
-        """B x T states of these tokens, each row behind the prefix if one is given; positions
-        beyond a row's end hold no meaning.
-        """
-        return self._forward(tokens, after)[0]
-
     @torch.inference_mode()
-    def _forward(
-        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None
-    ) -> tuple[HiddenStates, Array]:
-        """The states, and keys and values of all slots. The prefix's pages come first, and every
-        row has them in its page table.
+    def states(
+        self, tokens: Sequence[Sequence[int]], taps: Sequence[int] | None = None
+    ) -> HiddenStates:
+        """B x T states of these tokens; positions beyond a row's end hold no meaning. taps: layers
+        in place of the three of EAGLE-3.
         """
-        target, B, T = self._target, len(tokens), max(map(len, tokens))
-        num_before = after.num_tokens if after else 0
-        num_shared, num_own = num_before // PAGE_SIZE, -(-T // PAGE_SIZE)
-        shared = np.broadcast_to(np.arange(num_shared, dtype=np.int32), (B, num_shared))
-        own = np.arange(num_shared, num_shared + B * num_own, dtype=np.int32).reshape(B, num_own)
-        cache = target.new_cache(num_shared + B * num_own)
-        if after is not None:
-            cache.data[:, :num_before] = after.kept[:, :num_before]
-        padded = [[*row, *[0] * (T - len(row))] for row in tokens]
-        page_table = np.ascontiguousarray(np.concatenate([shared, own], axis=1))
-        rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE)
-        computed = target.hidden(rows, cache, target.config.default_taps)
-        last_hidden, aux_hidden = (tensor_of(one).view(B, T, -1) for one in computed)
-        return HiddenStates(aux_hidden, last_hidden), cache.data
-
-
-def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
-    """Arguments of a forward of transformers that reads and extends a cache; before 5.24 it is
-    called `past_key_values`.
-    """
-    names = inspect.signature(module.forward).parameters
-    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+        tokens_BT = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
+        return HiddenStates(*map(tensor_of, self._target.features(tokens_BT.numpy(), taps)))
 
 
 class HookedDecoder:
@@ -165,7 +111,6 @@ class HookedDecoder:
             self._device = torch.device(default_device())
         self._layers = decoder_layers(model, shape, self._proof_tokens())
         self._prove(tensor_of(lm_head))
-        self.reuses = self._continues_alike()
 
     @classmethod
     def load(cls, folder: str | Path, dtype: str, device_map: str | None = None) -> HookedDecoder:
@@ -215,29 +160,13 @@ class HookedDecoder:
             what = f"transformers does not run {folder}: {first_line(error)}"
             raise MismatchError(what, hint) from error
 
-    def begin(self, tokens: Sequence[int]) -> SharedPrefix:
-        cache = DynamicCache(config=self._model.config)
-        tokens_BT = torch.tensor([list(tokens)])
-        states, _ = self._forward(tokens_BT, **with_cache(self._model, cache))
-        return SharedPrefix(
-            len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), cache
-        )
-
     def states(
-        self,
-        tokens: Sequence[Sequence[int]],
-        after: SharedPrefix | None = None,
-        taps: Sequence[int] | None = None,
+        self, tokens: Sequence[Sequence[int]], taps: Sequence[int] | None = None
     ) -> HiddenStates:
-        """As OwnDecoder's. taps: layers in place of the three of EAGLE-3, without a prefix."""
-        T = max(map(len, tokens))
+        """As OwnDecoder's."""
         # causal: padding on the right is not seen
-        tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in tokens])
-        if after is None:
-            return self._forward(tokens_BT, taps=taps, use_cache=False)[0]
-        cache = copy.deepcopy(after.kept)
-        cache.batch_repeat_interleave(len(tokens))
-        return self._forward(tokens_BT, **with_cache(self._model, cache))[0]
+        tokens_BT = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
+        return self._forward(tokens_BT, taps=taps, use_cache=False)[0]
 
     @torch.inference_mode()
     def answer(
@@ -406,19 +335,6 @@ class HookedDecoder:
             what = f"{name}: its logits are not lm_head times what feeds it"
             raise MismatchError(what, MATRIX_ALONE)
 
-    def _continues_alike(self) -> bool:
-        """Whether it computes the same behind a prefix: not every model can share its past."""
-        tokens = self._proof_tokens().cpu()
-        tokens[1, :16] = tokens[0, :16]
-        whole = self.states(tokens.tolist())
-        try:
-            rest = self.states(tokens[:, 16:].tolist(), self.begin(tokens[0, :16].tolist()))
-        except FAULTS:
-            return False  # its past is of another kind
-        return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
-            whole.last_hidden[:, 16:], rest.last_hidden
-        )
-
 
 FeatureDecoder = OwnDecoder | HookedDecoder
 
@@ -431,7 +347,6 @@ def alike(one: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def _hidden(output: Any) -> Any:
-    """Of a layer's output, alone or the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 

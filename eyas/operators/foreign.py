@@ -269,8 +269,8 @@ VALUE_HEADS = ("v_head", "value_head")
 
 
 def _is_beside(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of what sees images or hears, of a layer behind the last one, which
-    predicts a further token, or of a head of values, which training by reinforcement leaves.
+    """Whether a tensor is of an encoder of images or sounds, of a layer for multi-token prediction,
+    or of a value head, which training by reinforcement leaves.
     """
     parts = name.split(".")
     layer = re.search(r"\blayers\.(\d+)\.", name)

@@ -192,7 +192,7 @@ class Head(nn.Module):
         return self._turned(self.midlayer.self_attn.q_proj(x), turn)
 
     def keys(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> [..., Hk, D], turned by the `rotation` of their positions."""
+        """[..., X] -> [..., Hk, D], as `queries`."""
         return self._turned(self.midlayer.self_attn.k_proj(x), turn)
 
     def values(self, x: Tensor) -> Tensor:

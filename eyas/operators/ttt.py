@@ -16,13 +16,13 @@ later are seen by their own slot alone, so only the slots in `Slots` are compute
 + i scores at step i, never T x K.
 
 A batch is one stream of its B x T tokens. Attention takes the slots a tile at a time, and a tile
-looks at the tokens from the begin of its first document to its last slot: no mask and no scores of
-T x T are made, and a packed row costs what its documents do. A CPU computes the scores of a tile
-once more in the backward; a GPU has one kernel for all tiles.
+looks at the tokens from the begin of its first row to its last slot: no mask and no scores of T x T
+are made. A CPU computes the scores of a tile once more in the backward; a GPU has one kernel for
+all tiles.
 
-What is kept for the backward grows with N x K. With `recompute` only the layer's inputs and
-attention's queries, keys, values and output are kept; the rest, above all the MLP's, is computed
-again, some rows at a time (Chen et al., arXiv 1604.06174).
+With `recompute` only the layer's inputs and attention's queries, keys, values and output are kept
+for the backward; the rest, above all the MLP's, is computed again, some rows at a time (Chen et
+al., arXiv 1604.06174).
 
 Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
 the width of the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries
@@ -76,45 +76,34 @@ class TileRange(NamedTuple):
 class Slots(NamedTuple):
     """The N slots to unroll out of B x T, row by row.
 
-    All int32. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
-    stream of B x T tokens its document begins. position_M: each token's place in its document.
-    tiles: the N slots by tiles. window: how many positions a slot sees, that of its own step
-    among them; None is all. It is at least as long as the unroll, so that only tokens leave it.
-    kept_N: where they are among the slots of the step before; None at step 0. blocks: the tables of
-    a GPU's BlockMask; none on a CPU.
+    All int32. flat_N = b * T + t. slot_N: t. first_N: b * T, where in the stream of B x T tokens
+    its row begins. tiles: the N slots by tiles. window: how many positions a slot sees, that of
+    its own step among them, at least as many as the unroll has; None is all. kept_N: where they are
+    among the slots of the step before; None at step 0. blocks: of a GPU's BlockMask.
     """
 
     flat_N: Tensor
     slot_N: Tensor
     first_N: Tensor
-    position_M: Tensor
     tiles: tuple[TileRange, ...]
     window: int | None = None
     kept_N: Tensor | None = None
     blocks: tuple[Tensor, ...] = ()
 
     @classmethod
-    def where(
-        cls, active_BT: Tensor, starts_BT: Tensor | None = None, window: int | None = None
-    ) -> Slots:
-        """The slots where a bool [B, T] is true; at least one must be. On the device of active_BT.
-
-        starts_BT: int64, the column where each token's document begins, -1 in padding; without it a
-        row is a document.
-        """
-        kind, active_BT = active_BT.device, active_BT.cpu()
-        starts_BT = torch.zeros(active_BT.shape) if starts_BT is None else starts_BT.cpu()
-        flat_N = active_BT.flatten().nonzero().squeeze(1)
-        return sent(cls.of(flat_N, starts_BT.long(), window, kind.type), kind)
+    def where(cls, active_BT: Tensor, window: int | None = None) -> Slots:
+        """The slots where a bool [B, T] is true, one at least, on the device of active_BT."""
+        device, flat_N = active_BT.device, active_BT.cpu().flatten().nonzero().squeeze(1)
+        return sent(cls.of(flat_N, active_BT.shape, window, device.type), device)
 
     @classmethod
-    def of(cls, flat_N: Tensor, starts_BT: Tensor, window: int | None, kind: str) -> Slots:
-        """These slots, in ascending order, on the CPU. kind: of the device that they are for."""
+    def of(cls, flat_N: Tensor, size: Sequence[int], window: int | None, kind: str) -> Slots:
+        """These slots, in ascending order, on the CPU. size: B and T. kind: of the device that
+        they are for.
+        """
         assert len(flat_N) > 0, "no slot to unroll"
-        B, T = starts_BT.shape
-        starts_BT = starts_BT.clamp(min=0)
-        first_N = (starts_BT + torch.arange(0, B * T, T).unsqueeze(1)).flatten()[flat_N]
-        position_M = (torch.arange(T) - starts_BT).flatten()
+        B, T = size
+        first_N, slot_N = flat_N // T * T, flat_N % T
         looks_N = first_N if window is None else torch.maximum(first_N, flat_N - window + 1)
         # slots ascend: a tile's first and last one bound what it looks at
         begins = list(range(0, len(flat_N), BLOCK))
@@ -125,8 +114,7 @@ class Slots(NamedTuple):
             TileRange(begin, end, low // step * step, min(B * T, (high // step + 1) * step))
             for begin, end, low, high in zip(begins, ends, lows, highs, strict=True)
         )
-        slot_N = position_M[flat_N].int()
-        slots = cls(flat_N.int(), slot_N, first_N.int(), position_M.int(), tiles, window)
+        slots = cls(flat_N.int(), slot_N.int(), first_N.int(), tiles, window)
         if kind != "cuda":  # the plain form runs anywhere
             return slots
         looks = first_N if window is None else None
@@ -168,7 +156,7 @@ def unroll(
     """Yield the layer's un-normed output [N, H] of each of the K steps.
 
     aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t. What
-    lies beyond a slot or before its document is never seen. slots_K: the slots of each step, each
+    lies beyond a slot or before its row is never seen. slots_K: the slots of each step, each
     among those of the step before; N is their number. next_embeds(i, output of step i - 1 [N, H])
     -> [N, H]: the embeddings that step i takes, for i > 0. recompute: see `by_rows`.
     """
@@ -181,17 +169,16 @@ def unroll(
         x, key, value = fed(embeds, hidden, *turn)
         return layer.queries(x, turn), key, value
 
-    slots = slots_K[0]
+    slots, (B, T, _) = slots_K[0], aux_hidden_BTA.shape
     # one table for all: no position lies behind a row's last one and the steps after it
-    table = layer.rotation(
-        torch.arange(aux_hidden_BTA.shape[1] + len(slots_K), device=aux_hidden_BTA.device)
-    )
+    places = torch.arange(T + len(slots_K), device=aux_hidden_BTA.device)
+    table = layer.rotation(places)
 
     def turned_to(positions: Tensor) -> Rotation:
         return tuple(one.index_select(0, positions) for one in table)
 
     (feature_MH,) = by_rows(lambda x: (layer.fuse(x),), recompute, aux_hidden_BTA.flatten(0, 1))
-    turn = turned_to(slots.position_M)
+    turn = turned_to(places[:T].repeat(B))
     x_MX, keys, values = by_rows(fed, recompute, embeds_BTH.flatten(0, 1), feature_MH, *turn)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
@@ -242,7 +229,7 @@ def attend(
 ) -> Tensor:
     """Attention of the slots' queries [N, Hq, D] -> [N, Hq, D].
 
-    A slot sees the shared keys and values [M, Hk, D] of its document up to itself, and its own i
+    A slot sees the shared keys and values [M, Hk, D] of its row up to itself, and its own i
     pairs [N, Hk, D] of the steps before and of this one. own: all keys, then all values. Softmax in
     float32 or wider. For the backward only the arguments are kept, and on a GPU the output.
     """
@@ -268,7 +255,7 @@ def plain_attention(
     unseen_nc: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor
 ) -> Tensor:
     """As `attend` for n slots and c tokens. unseen_nc: bool, those beyond a slot or before its
-    document. Own keys and values are multiplied in float32 or wider: a CPU multiplies these
+    row. Own keys and values are multiplied in float32 or wider: a CPU multiplies these
     elementwise twice as fast as bf16.
     """
     (n, _, D), (c, Hk, _) = queries.shape, keys.shape

@@ -1,9 +1,5 @@
 """The reader: one sample by its number, its bytes verified, or many in a given order, read and
 decoded ahead by threads. Any number of threads may read at once.
-
-    samples by number    Features      index, checksums, decoding
-    read ahead           ahead
-    from a store         range_reader  by the fastest client that is installed
 """
 
 from __future__ import annotations

@@ -95,7 +95,6 @@ class ShardWriter:
         self._artifact.write_json(index_name(self._split), index)
 
     def _calibrate(self) -> None:
-        """Make the codec from the samples that waited for it, and append them."""
         self._tables = calibrate(
             self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded]
         )
@@ -163,5 +162,4 @@ class ShardWriter:
 
 
 def _moved(entry: Entry, by: int) -> Entry:
-    """From offsets after the header to offsets in the file."""
     return entry.model_copy(update={"start": entry.start + by})

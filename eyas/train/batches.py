@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from eyas.errors import EmptyInputError
-from eyas.operators.batch import Batch, plan_batches, plan_packs
+from eyas.operators.batch import Batch, plan_batches
 from eyas.shards import FeatureSource, Sample
 from eyas.shards.reader import BATCHES_AHEAD, ahead
 from eyas.train.loss import judged_positions
@@ -27,15 +27,13 @@ class BatchConfig(BaseModel):
     """The sizes of a batch and of a step.
 
     tokens: at most so many in a batch, padding included; choose what one device can hold. per_step:
-    batches of one update of the weights, shared by the ranks. packed: a batch is one row with
-    concatenated samples, instead of one sample a row with padding.
+    batches of one update of the weights, shared by the ranks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: int = Field(4096, ge=1)
     per_step: int = Field(1, ge=1)
-    packed: bool = False
 
 
 def survey(source: FeatureSource) -> tuple[Tensor, dict[int, int]]:
@@ -64,12 +62,12 @@ def plan_steps(
     """The whole run: for each step, for each of its batches, the sample numbers.
 
     epochs: the sample numbers of each epoch. lengths: tokens of each sample. The last step may have
-    fewer batches. Depends on the arguments only, not on how many ranks share a step.
+    fewer batches.
     """
-    planned = plan_packs if config.packed else plan_batches
     batches: list[list[int]] = []
     for epoch, numbers in enumerate(epochs):
-        places = planned([lengths[number] for number in numbers], config.tokens, f"{seed}/{epoch}")
+        of_epoch = [lengths[number] for number in numbers]
+        places = plan_batches(of_epoch, config.tokens, f"{seed}/{epoch}")
         batches += [[numbers[place] for place in batch] for batch in places]
     return [
         batches[first : first + config.per_step]
@@ -81,7 +79,6 @@ def feed(
     reader: Generator[list[Sample]],
     sizes: Sequence[int],
     first_step: int,
-    config: BatchConfig,
     module: LossModule,
 ) -> Generator[list[PlannedBatch]]:
     """For each step, from `first_step` on, its next sizes[i] batches of a FeatureSource on the
@@ -97,8 +94,7 @@ def feed(
         batches = []
         with torch.cuda.stream(copies) if is_gpu else nullcontext():
             for samples in islice(reader, sizes[number]):
-                batch = Batch.packed(samples, config.tokens) if config.packed else Batch.of(samples)
-                batches.append(module.planned(batch, first_step + number))
+                batches.append(module.planned(Batch.of(samples), first_step + number))
             return batches, copies.record_event() if copies else None
 
     steps = ahead(made, range(len(sizes)), lambda _: 1, 1, 1 + BATCHES_AHEAD)

@@ -8,17 +8,16 @@
 
 At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
 target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
-more. No position is judged from another document's slot. A slot whose target argmax is outside the
+more. A slot whose target argmax is outside the
 draft vocabulary carries no loss and counts as a miss.
 docs/decisions/training.md says where the reference leaves a choice.
 
-Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
-needed, some rows at a time.
+Nothing as wide as a vocabulary is kept: logits exist for some rows at a time.
 
-Which slots are unrolled and judged follows from masks, documents and the number of the training
-step. `plan_of` makes these tables on the CPU, beside the batch, and rounds their sizes up: the step
-itself has few shapes, none that depends on what a device computes, and waits for no device. What
-the tables hold too much has the weight 0.
+Which slots are unrolled and judged follows from masks and the number of the training step.
+`plan_of` makes these tables on the CPU, beside the batch, and rounds their sizes up: the step has
+few shapes, none that depends on what a device computes, and waits for no device. What the tables
+hold too much has the weight 0.
 
 Letters: B batch, T sequence, M = B T, K steps, N slots unrolled, P judged positions, S judged slots
 of all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 *
@@ -141,19 +140,13 @@ class BatchLoss(NamedTuple):
     num_hits: Tensor
 
 
-def judged_positions(loss_mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
-    """bool [B, T]: the positions s whose prediction of x_{s+1} is trained on.
-
-    Position s is judged where x_s and x_{s+1} are under the mask and of one document, of which s
-    is not the first. loss_mask_BT: bool. starts_BT: as in a Batch; without it every row is one
-    document without padding.
+def judged_positions(loss_mask_BT: Tensor) -> Tensor:
+    """bool [B, T]: the positions s > 0 whose prediction of x_{s+1} is trained on: where x_s and
+    x_{s+1} are under the mask, a bool [B, T] that is false in padding.
     """
-    starts_BT = (
-        torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
-    )
-    has_next_BT = (starts_BT >= 0) & (shifted(starts_BT + 1, 1) - 1 == starts_BT)
-    column_T = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device)
-    return loss_mask_BT & shifted(loss_mask_BT, 1) & (column_T > starts_BT) & has_next_BT
+    judged_BT = loss_mask_BT & shifted(loss_mask_BT, 1)
+    judged_BT[:, 0] = False
+    return judged_BT
 
 
 def shifted(x_BT: Tensor, by: int) -> Tensor:
@@ -169,12 +162,12 @@ def plan_of(
     draw: in [0, 1), which slots continue where later steps are sampled. kind: the type of the
     device that the plan is for.
     """
-    starts_BT, size = batch.starts_BT, ROWS_IN_STEPS_OF.get(kind, ROWS_IN_STEPS_OF_ELSEWHERE)
-    judged_BT = judged_positions(batch.loss_mask_BT, starts_BT)
+    size = ROWS_IN_STEPS_OF.get(kind, ROWS_IN_STEPS_OF_ELSEWHERE)
+    judged_BT = judged_positions(batch.loss_mask_BT)
     position_P = judged_BT.flatten().nonzero().squeeze(1)
     row_BT = (judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1).where(judged_BT, -1)
-    row_at_step_BT = rows_at_steps(row_BT, starts_BT, config, draw)
-    slots_K, rows_K = slots_at_steps(row_at_step_BT, starts_BT, size, shape.sliding_window, kind)
+    row_at_step_BT = rows_at_steps(row_BT, config, draw)
+    slots_K, rows_K = slots_at_steps(row_at_step_BT, size, shape.sliding_window, kind)
     tokens_K = [shifted(batch.tokens_BT, 1).flatten()]
     tokens_K += [
         slots.take(shifted(batch.tokens_BT, 1 + step)) for step, slots in enumerate(slots_K) if step
@@ -192,7 +185,7 @@ def plan_of(
     for rows_R in torch.split(row_S, max(size, at_once // size * size)):
         rows_U, of_R = torch.unique_consecutive(rows_R, return_inverse=True)
         blocks.append((filled(rows_U, size // 16, last_row).int(), of_R.int()))
-    sizes = torch.tensor([len(batch.keys), int((starts_BT >= 0).sum())])
+    sizes = torch.tensor([len(batch.keys), sum(batch.lengths)])
     argmax_P = batch.argmax_BT.flatten()[position_P]
     position_P = filled(position_P, size, int(position_P[-1]) if len(position_P) else 0)
     return StepPlan(
@@ -246,10 +239,9 @@ def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Distillation(torch.autograd.Function):
     """lm_head and loss in one function: hidden states [S, H] -> loss, without logits [S, W].
 
-    Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S].
-    Logits and their gradient exist for R rows at a time; the gradients of the rows and of lm_head
-    are computed in the forward and kept for the backward. Rows are in the plan's order, so that a
-    teacher's row is computed once for all steps that share it.
+    Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S]. The
+    gradients of the rows and of lm_head are computed in the forward, R rows at a time. Rows are in
+    the plan's order, so that a teacher's row is computed once for all steps that share it.
     """
 
     @staticmethod
@@ -384,26 +376,22 @@ def by_step(x_S: Tensor, plan: StepPlan, num_steps: int) -> Tensor:
     return x_S.new_zeros(num_steps + 1).index_add(0, plan.step_S, x_S)[:num_steps]
 
 
-def rows_at_steps(
-    row_BT: Tensor, starts_BT: Tensor, config: ObjectiveConfig, draw: float
-) -> list[Tensor]:
+def rows_at_steps(row_BT: Tensor, config: ObjectiveConfig, draw: float) -> list[Tensor]:
     """For each step the teacher's row of each slot, int64 [B, T], -1 for none. row_BT: that of
     each position.
 
-    Where later steps are sampled, slot number n of a document continues to step i if n times
-    the golden ratio plus draw, without its whole part, is below STEP_DECAY ** i.
+    Where later steps are sampled, slot n of a sample continues to step i if n times the golden
+    ratio plus draw, without its whole part, is below STEP_DECAY ** i.
     """
-    rows = [ahead(row_BT, starts_BT, 1 + step) for step in range(config.num_ttt_steps)]
+    rows = [shifted(row_BT + 1, 1 + step) - 1 for step in range(config.num_ttt_steps)]
     if config.later_steps == "all":
         return rows
-    # counted in its document: the same in packed and in padded rows
-    number_BT = (torch.arange(starts_BT.shape[1]) - starts_BT).double()
-    place_BT = (number_BT * GOLDEN_RATIO + draw) % 1.0
-    return [row_BT.where(place_BT < STEP_DECAY**step, -1) for step, row_BT in enumerate(rows)]
+    place_T = (torch.arange(row_BT.shape[1]).double() * GOLDEN_RATIO + draw) % 1.0
+    return [row_BT.where(place_T < STEP_DECAY**step, -1) for step, row_BT in enumerate(rows)]
 
 
 def slots_at_steps(
-    row_at_step_BT: Sequence[Tensor], starts_BT: Tensor, size: int, window: int | None, kind: str
+    row_at_step_BT: Sequence[Tensor], size: int, window: int | None, kind: str
 ) -> tuple[list[Slots], list[Tensor]]:
     """The slots to unroll at each step, and for each its teacher's row, -1 for none.
 
@@ -422,7 +410,7 @@ def slots_at_steps(
             slots_K.append(slots_K[-1])
         else:
             num_real = wanted
-            of_step = Slots.of(flat_N, starts_BT, window, kind)
+            of_step = Slots.of(flat_N, active_BT.shape, window, kind)
             if slots_K:
                 kept_N = torch.searchsorted(slots_K[-1].flat_N, of_step.flat_N, out_int32=True)
                 of_step = of_step._replace(kept_N=kept_N)
@@ -431,9 +419,3 @@ def slots_at_steps(
         row_N[num_real:] = -1
         rows_K.append(row_N)
     return slots_K, rows_K
-
-
-def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
-    """[B, T]: column t holds row_BT[:, t + by], or -1 if that is another document or padding."""
-    same_BT = shifted(starts_BT + 1, by) - 1 == starts_BT
-    return (shifted(row_BT + 1, by) - 1).where(same_BT, -1)

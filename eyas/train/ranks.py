@@ -180,8 +180,8 @@ def joined() -> Iterator[Ranks]:
         ) from error
     finally:
         dist.destroy_process_group()
-        # gloo's threads outlive the group. One that lets go of the last result's tensors while the
-        # interpreter ends would abort the process, and torchrun would report a failure.
+        # gloo's threads outlive the group: one that frees the last tensors while the interpreter
+        # ends aborts the process
         time.sleep(LAST_RESULT_S)
 
 

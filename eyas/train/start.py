@@ -5,20 +5,15 @@ Letters: V target vocabulary, W draft vocabulary, H hidden, R rows.
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import pickle
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import fsspec
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor, nn
 
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.errors import MismatchError
 from eyas.hub import resolve_head
 from eyas.log import Track, quiet
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
@@ -69,9 +64,8 @@ def fresh_head(
 ) -> Head:
     """A new head for this target, float32 on the CPU, its weights drawn from the seed.
 
-    meta: of the features, for their layers. counts_V: how often each token is in an answer; the
-    most frequent ones are the draft vocabulary, `covering_size` of them if options name no size.
-    Raises ConfigError.
+    meta: of the features, for their layers. counts_V: of tokens in answers; the most frequent ones
+    are drafted, `covering_size` of them if options name no size. Raises ConfigError.
     """
     W = options.draft_vocab_size or covering_size(counts_V)
     options = options.model_copy(update={"draft_vocab_size": W})
@@ -80,45 +74,6 @@ def fresh_head(
     head.set_vocabulary(*draft_vocabulary(counts_V, W))
     initialise(head, vocabulary, seed)
     return head
-
-
-def given_vocabulary(path: str, vocab_size: int) -> Tensor:
-    """Which of the target's tokens a file says to draft, bool [V].
-
-    path: a file or URL: .npy of speculators' t2d (bool [V]) or d2t (int [W], the target's id less
-    the draft's), .pt of SpecForge's mapping (with t2d), or .json, a list of the target's ids.
-    Raises MissingInputError, CorruptError.
-    """
-    what = "a draft vocabulary: .npy of t2d or d2t, .pt with t2d, or .json, a list of token ids"
-    try:
-        with fsspec.open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise MissingInputError(f"{path} cannot be read: {error}", f"give {what}") from error
-    try:
-        if path.endswith(".json"):
-            ids = np.array(json.loads(data))
-        elif path.endswith(".pt"):
-            mapping = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            ids = mapping["t2d"].numpy()
-        else:
-            ids = np.load(io.BytesIO(data), allow_pickle=False)
-            if ids.dtype != bool:
-                ids = ids + np.arange(len(ids))
-        if ids.dtype == bool and len(ids) == vocab_size:
-            ids = ids.nonzero()[0]
-        given_V = torch.zeros(vocab_size, dtype=torch.bool)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max():
-            raise ValueError("no list of token ids")
-        given_V[torch.from_numpy(ids.astype(np.int64))] = True
-        if len(ids) != given_V.sum():
-            raise ValueError("a token is there twice")
-    except (ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CorruptError(
-            f"{path} is no draft vocabulary of a target of {vocab_size} tokens: {error}",
-            f"give {what}",
-        ) from error
-    return given_V
 
 
 def covering_size(counts_V: Tensor) -> int:
@@ -157,10 +112,9 @@ def fit_to_features(
 
     fc becomes the least-squares map from the features of an answer's token to the target's last
     hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
-    that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
-    trained). Its inputs get a scale (`feature_scale`), with which each channel of theirs has a mean
-    square of 1: a step of the optimizer is then as large for what few, large channels of the target
-    hold (on SmolLM2 one is 15 times the others) as for the rest.
+    that the layer passes it on. lm_head (norm, where lm_head is not trained) takes over the scale.
+    `feature_scale` gives each channel of fc's inputs a mean square of 1, so that an optimizer's
+    step is as large for the target's few large channels (on SmolLM2 one is 15 times the others).
 
     All ranks call it, each with its share of the samples. Products are made in float64 where the
     head is, 9 H^2 numbers, and summed over the ranks: the same to rounding for any number of them.

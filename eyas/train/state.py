@@ -47,8 +47,8 @@ class StopConfig(BaseModel):
 
     measurements: of tau in a run, at equal distances, after one at the start; 0 measures nothing.
     patience: stop after so many measurements in a row without a gain; null never stops. The head
-    that is kept is the best measured, be it an existing head's start. keep: write every measured
-    head, into measured/STEP/. max_steps: the rate's schedule ends there too; null does all passes.
+    that is kept is the best measured, be it an existing head's start. max_steps: the rate's
+    schedule ends there too; null does all passes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

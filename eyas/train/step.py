@@ -101,11 +101,10 @@ def quickest(device: str) -> Precision:
 
 
 def usual_learning_rate(hidden_size: int, num_steps: int = LONG_RUN) -> float:
-    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others.
-
-    That is how Adam's rate goes with the width (Yang et al., arXiv 2203.03466). At most 1e-3, which
-    was good at hidden size 320. num_steps: of a new head's run; below LONG_RUN it has no time for
-    small steps, and the rate is sqrt(LONG_RUN / num_steps) times that (docs/decisions/training.md).
+    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others, as
+    Adam's rate goes with the width (Yang et al., arXiv 2203.03466), at most 1e-3. num_steps: of a
+    new head's run; below LONG_RUN the rate is sqrt(LONG_RUN / num_steps) times that
+    (docs/decisions/training.md).
     """
     rate = min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
     return rate * min(MOST_FOR_SHORT, max(1.0, math.sqrt(LONG_RUN / num_steps)))
@@ -179,10 +178,6 @@ class LossModule(nn.Module):
         if batch is None or teacher is None:
             zero = sum(0.0 * weight.sum() for weight in self.head.parameters())
             return BatchLoss(zero, *(torch.zeros_like(divisor_K) for _ in range(4)))  # type: ignore[arg-type]
-        return self.batch_loss(batch, teacher, divisor_K)
-
-    def batch_loss(self, batch: Batch, teacher: Teacher, divisor_K: Tensor) -> BatchLoss:
-        """As `forward`, which torch's sharding works around: all ranks call that equally often."""
         device, dtype = batch.tokens_BT.device, self.embed_tokens.dtype
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             return batch_loss(self.head, self.embed_tokens, batch, teacher, self.config, divisor_K)

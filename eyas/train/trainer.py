@@ -18,7 +18,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ from eyas.train.start import (
     existing_head,
     fit_to_features,
     fresh_head,
-    given_vocabulary,
     recount,
 )
 from eyas.train.state import (
@@ -145,17 +143,15 @@ def train(
     """Train a head on a source of features; an interrupted run resumes from its last checkpoint.
 
     Under torchrun every process calls this with the same arguments; the first rank writes.
-    target: a folder, or "builtin". held_out: the conversations that tau is measured on. Writes
-    eyas_head.json and model.safetensors (in bfloat16, or in float32 if that is asked for) of the
-    head with the best held-out tau (without measurements: the last one), metrics.jsonl with one row
-    a step, last/ with the last head where another one was best, and measured/ if
-    `StopConfig.keep` asks for it.
+    target: any name of the model. held_out: the conversations that tau is measured on. Writes the
+    head with the best held-out tau (without measurements the last one) in bfloat16 or, if that is
+    asked for, float32, metrics.jsonl with one row a step, last/ with the last head where another
+    one was best, and measured/ if `StopConfig.keep` asks for it.
 
     Raises MismatchError for features or a head of another target; EmptyInputError for features
     without a trainable answer; UntrainedError where no position carries loss; ConfigError for
     settings that contradict each other; EyasError, with the names of the samples, when a loss or
-    gradient is not finite or the loss diverges. The last checkpoint stays in the folder in
-    all of these cases.
+    gradient is not finite or the loss diverges. The last checkpoint stays in the folder.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
@@ -171,10 +167,8 @@ def train(
 
 
 class Trainer:
-    """One run: its sources, its plan (batches by step) and its state.
-
-    __init__ checks the input, `begin` plans the run and loads the state, `fit` trains, `finish`
-    writes the head. state, module and what `begin` sets do not exist before it.
+    """One run: __init__ checks the input, `begin` plans the steps and loads or makes state and
+    module, `fit` trains, `finish` writes the head.
     """
 
     state: TrainingState
@@ -191,31 +185,11 @@ class Trainer:
         held_out: FeatureSource | None,
         ranks: Ranks,
     ) -> None:
-        """Check the input before any work.
-
-        Raises MismatchError, ConfigError, EmptyInputError.
-        """
+        """Raises MismatchError, ConfigError, EmptyInputError."""
         self.ranks, self.source = ranks, source
         self.vocabulary = TargetVocabulary.load(resolve_target(target, True))
         check_same_target(self.source.meta, self.vocabulary)
-        self.given_V, self.start_head = None, None
-        if config.head.draft_tokens:
-            self.given_V = given_vocabulary(config.head.draft_tokens, source.meta.vocab_size)
-            size, asked = int(self.given_V.sum()), config.head.draft_vocab_size
-            if config.start:
-                raise ConfigError(
-                    "head.draft_tokens and start are both set: an existing head has a draft "
-                    "vocabulary",
-                    "leave one out; start.vocabulary: recount chooses its tokens anew",
-                )
-            if asked not in (None, size):
-                raise ConfigError(
-                    f"head.draft_vocab_size is {asked}, and {config.head.draft_tokens} has {size} "
-                    "tokens",
-                    "leave head.draft_vocab_size out",
-                )
-            head = config.head.model_copy(update={"draft_vocab_size": size})
-            config = config.model_copy(update={"head": head})
+        self.start_head = None
         if config.start:
             self.start_head = existing_head(config.start, config.head, source.meta, self.vocabulary)
         self.config = config
@@ -225,9 +199,8 @@ class Trainer:
             self.held_out = HeldOutSample(held_out, self.config.batches.tokens)
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
-        if self.given_V is not None:  # by its content, not by its path
-            content = self.given_V.numpy().tobytes()
-            self.settings["head"]["draft_tokens"] = sha256(content).hexdigest()
+        # keeps the identities of runs with settings that went
+        self.settings["batches"]["packed"], self.settings["head"]["draft_tokens"] = False, None
         self.inputs = dict(source.inputs)
         known = {manifest.identity for manifest in self.inputs.values()}
         for name, manifest in held_out.inputs.items() if held_out and self.held_out else ():
@@ -238,9 +211,7 @@ class Trainer:
         self.identity = identity("train", self.settings, self.inputs)
 
     def begin(self, output: Artifact, track: Track) -> None:
-        """Plan the run, and load its state from a checkpoint or set up a new one. All ranks call
-        it.
-        """
+        """All ranks call it."""
         config, ranks = self.config, self.ranks
         self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source))
         epochs = [list(self.usable)] * config.epochs
@@ -266,7 +237,6 @@ class Trainer:
         self.state.resume(content, output, ranks)
 
     def _refuse_without_room(self, output: Artifact) -> None:
-        """Raise StorageFullError where checkpoints and the head do not fit."""
         shape = HeadConfig.for_target(self.vocabulary.config, self.config.head)
         if self.start_head is not None:
             shape = self.start_head.config
@@ -289,8 +259,7 @@ class Trainer:
             if config.start and config.start.vocabulary == "recount":
                 recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
             return head
-        counts_V = self.counts_V if self.given_V is None else self.given_V.long()
-        head = fresh_head(config.head, self.source.meta, vocabulary, counts_V, config.seed)
+        head = fresh_head(config.head, self.source.meta, vocabulary, self.counts_V, config.seed)
         head.feature_scale = torch.ones(head.fc.in_features)
         if not resumes:
             few = min(FITTED_SAMPLES, len(self.usable))
@@ -313,7 +282,7 @@ class Trainer:
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
         sizes = [len(batches) for batches in mine]
-        self._feed = feed(reader, sizes, state.step, config.batches, self.module)
+        self._feed = feed(reader, sizes, state.step, self.module)
         if self.measure_at and state.step == 0:
             self._measure()
         pending: list[StepFigures] = []

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from eyas.operators.decoder import with_cache
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
+from tests.greedy_server import with_cache
 from tests.tiny import LLAMA3, tiny_target
 from tests.tiny_head import head_folder
 

@@ -1,9 +1,7 @@
 """The file that vLLM loads: it hands hidden states out as safetensors files, on GPUs and on CPUs.
 
-Imported by vLLM's workers (`kv_connector_module_path`), in their own environment, so it needs
-nothing of ours: copy it to where the server runs. vLLM's own connector copies by CUDA streams; a
-CPU has none, so there the copy is made at once, and the file is written by the same threads.
-`eyas` names the whole command (features/states.py).
+Imported by vLLM's workers (`kv_connector_module_path`), in their own environment: it needs nothing
+of ours. vLLM's own connector copies by CUDA streams; on a CPU the copy is made at once.
 """
 
 from typing import Any
