@@ -1,7 +1,7 @@
 """Speed at the sizes that people run, held against llama.cpp and against reading the weights once.
 
     python benchmarks/sizes.py [--quick] [--shapes llama-1b,...] [--formats Q4_K_M,...]
-        [--llama BUILD ...] [--sections plain,rows,draft,head] [--samples 5] [--threads N]
+        [--llama BUILD ...] [--sections plain,rows,draft,head,loads] [--samples 5] [--threads N]
         [--work FOLDER] [--data FOLDER]
 
     plain       tokens/s of one request, and of a prompt of 512: eyas packed, llama-bench of every
@@ -12,12 +12,14 @@
     head        time per token of plain decoding by that of speculative decoding, with the default
                 tree and as the policy chooses, on short prompts of Spec-Bench, which lies in the
                 FOLDER of --data. Answers must be plain's
+    loads       the same with `auto` at 1, 4 and 16 requests at a time, greedy and at temperature 1,
+                with the head and with one that is spoiled: 9 of 10 rows of its lm_head are mixed up
 
-Weights are random (random_models.py): speed does not depend on their values. draft and head need a
-head, so they are of bodies alone (body-1b, body-8b): SmolLM2 and its packaged head, padded with
-zeros to that shape by recipes/body.py, with their real acceptance. Every file has a process of its
-own. A file that is not in FOLDER (by default a temporary one) is written first. BF16 files run in
-bfloat16, the others packed. Times of rows and draft are tenth percentiles of calls in turn: what
+Weights are random (random_models.py): speed does not depend on their values. draft, head and loads
+need a head, so they are of bodies alone (body-1b, body-8b): SmolLM2 and its packaged head, padded
+with zeros to that shape by recipes/body.py, with their real acceptance. Every file has a process of
+its own. A file that is not in FOLDER (by default a temporary one) is written first. BF16 files run
+in bfloat16, the others packed. Times of rows and draft are tenth percentiles of calls in turn: what
 the code costs when nothing else wants the cores. The last line of stdout is one JSON object.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import itertools
 import json
 import multiprocessing
 import operator
@@ -51,16 +54,19 @@ from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.model.arrays import Arrays
 from eyas.model.checkpoint import read_head
 from eyas.model.rows import FeatureCache, Growth, Roots, Rows, rows_of, slots_of
 from eyas.model.target import PAGE_SIZE, Target
 
-SECTIONS = ("plain", "rows", "draft", "head")
+SECTIONS = ("plain", "rows", "draft", "head", "loads")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT, DECODED, CONTEXT = 512, 64, 200
 SPECULATION = "fixed(6,3,12)"  # the default tree
 STEPS, BRANCHES = 6, 3
 PROMPTS, CHARACTERS = 2, 700  # of each task, and at most
+LOADS, MANY, TEMPERATURES = (1, 4, 16), 8, (0.0, 1.0)
+SPOILED = 0.9  # of the rows of a head's lm_head
 READ_BYTES = 1 << 30
 
 
@@ -333,6 +339,91 @@ def head(
     }
 
 
+def spoiled(tensors: Arrays) -> Arrays:
+    """The head with SPOILED of the rows of its lm_head in a random order: it still drafts likely
+    tokens, mostly wrong ones.
+    """
+    rng, lm_head = np.random.default_rng(0), tensors["lm_head.weight"].copy()
+    which = np.flatnonzero(rng.random(len(lm_head)) < SPOILED)
+    lm_head[which] = lm_head[rng.permutation(which)]
+    return {**tensors, "lm_head.weight": lm_head}
+
+
+class Batch:
+    """Prompts that an engine answers at a time, each under a salt and a seed of its own."""
+
+    def __init__(
+        self, engine: Engine, asked: list[list[int]], num_tokens: int, temperature: float
+    ) -> None:
+        self.engine = engine
+        self.seconds, self.slots, self.tokens = 0.0, 0, 0
+        for i, prompt in enumerate(asked):
+            params = SamplingParams(
+                max_tokens=num_tokens, ignore_eos=True, temperature=temperature, seed=i
+            )
+            engine.add(Request(str(i), tuple(prompt), params, cache_salt=str(i)))
+        self.answers: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
+
+    def step(self) -> None:
+        """Counts while all requests run: from the step on in which every one has had its first
+        token, until one ends.
+        """
+        started = time.perf_counter()
+        updates = self.engine.step()
+        if all(self.answers.values()) and len(updates) == len(self.answers):
+            self.seconds += time.perf_counter() - started
+            self.slots += len(updates)
+            self.tokens += sum(len(update.token_ids) for update in updates)
+        for update in updates:
+            self.answers[update.request_id] += update.token_ids
+
+
+def loads(
+    target: Target, heads: dict[str, Draft], asked: list[list[int]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The section: by temperature, requests and head plain's seconds a token by its own, for every
+    sample but the first, in which `auto` learns the head, and tokens of a request and step. Engines
+    take turns step by step, since the clocks and the memory of a virtual machine change within
+    seconds.
+    """
+    found: dict[str, Any] = {}
+    rng = random.Random(0)
+    for temperature, load in itertools.product(TEMPERATURES, LOADS):
+        config = EngineConfig(max_batch=load, speculation="off", text_drafts=False)
+        auto = config.model_copy(update={"speculation": "auto"})
+        engines = {"plain": Engine(target, None, config)}
+        engines |= {name: Engine(target, head, auto) for name, head in heads.items()}
+        num_tokens = args.decoded * (2 if load > MANY else 1)  # all have to run at a time
+        together = list(itertools.islice(itertools.cycle(asked), load))
+        samples: list[dict[str, Batch]] = []
+        for _ in range(args.samples + 1):
+            batches = {
+                name: Batch(engine, together, num_tokens, temperature)
+                for name, engine in engines.items()
+            }
+            while turn := [batch for batch in batches.values() if batch.engine.has_work]:
+                rng.shuffle(turn)
+                for batch in turn:
+                    batch.step()
+            for name, batch in batches.items():
+                same = batch.answers == batches["plain"].answers
+                assert same, f"{name}: speculation changed an answer"
+            samples.append(batches)
+        samples = samples[1:]
+        of_load = found[f"temperature {temperature:g}, {load} at a time"] = {}
+        for name in heads:
+            plain_s = [one["plain"].seconds / one["plain"].tokens for one in samples]
+            own_s = [one[name].seconds / one[name].tokens for one in samples]
+            ratios = list(map(operator.truediv, plain_s, own_s))
+            taus = [one[name].tokens / one[name].slots for one in samples]
+            of_load[name] = {
+                "speedup": round(statistics.median(ratios), 3),
+                "samples": [round(ratio, 3) for ratio in ratios],
+                "tau": round(statistics.median(taus), 2),
+            }
+    return found
+
+
 # Files
 
 
@@ -359,15 +450,20 @@ def measured(file: Path, name: str, num_bytes: int, args: argparse.Namespace) ->
         found["plain"] = plain(engine, file, num_bytes, args)
     if "rows" in args.sections:
         found["rows"] = rows(engine.target, args)
-    if shape.body_of and {"draft", "head"} & set(args.sections):
+    if shape.body_of and {"draft", "head", "loads"} & set(args.sections):
         target, folder = hub.resolve_target(str(file)), file.with_suffix(".head")
         if not folder.exists():
             body.write_body_head(shape.body_of, shape.sizes, target, folder)
-        padded = Draft(*read_head(folder), engine.target)
+        config, tensors = read_head(folder)
+        padded = Draft(config, tensors, engine.target)
         if "draft" in args.sections:
             found["draft"] = draft(engine.target, padded, args)
         if "head" in args.sections:
             found["head"] = head(engine.target, padded, prompts(target, args), args)
+        if "loads" in args.sections:
+            worse = Draft(config, spoiled(tensors), engine.target)
+            heads = {"head": padded, "spoiled": worse}
+            found["loads"] = loads(engine.target, heads, prompts(target, args), args)
     return found
 
 

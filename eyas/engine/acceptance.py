@@ -22,7 +22,7 @@ import numpy as np
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS
 from eyas.model.rows import HEAD, TEXT, Proposals
 
-BELIEF = 10.0  # weight of the first belief, in candidates
+BELIEF = 5.0  # weight of the first belief, in candidates
 MEMORY = 0.9995  # decay of the counts in a round
 LARGEST = 0.995  # probability
 SOURCES = ("head", "text", "both")

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
@@ -44,15 +44,30 @@ from eyas.model.rows import HEAD, TEXT, Proposals
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 _LEASTS = GRID.tolist()
 FIRST_PATH = 0.85  # a good head's acceptance: the first expected tree, a chain, is tried
-FIRST_TREES = 10.0  # its weight, in trees
-RECENT, AT_REST = 0.98, 0.9999  # decay of the tables in a round with trees, and without
+FIRST_TREES = 5.0  # its weight, in trees
+RECENT, AT_REST = 0.96, 0.9999  # decay of the tables in a round with trees, and without
 NARROW = 0.96  # a tree grown from one candidate a level gives .96 times the tokens
 LEVEL_GAIN = 0.75  # tokens of a further level for a path of probability 1
 ROUNDS_TO_PAY = 32  # rounds over which making missing entries has to pay
-# learning rates of the logs of slowness and factor; errors are clipped (Huber 1964), since a pause
-# of the machine says little
-_SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
+# Of the logs of slowness and factor: variances at first, of a round's drift, and of one round's
+# time. Errors are clipped (Huber 1964), since a pause of the machine says little.
+_FIRST, _DRIFT, _NOISE, _MOST_ERROR = (0.01, 0.0016), (1e-4, 1e-6), 0.01, 0.2
+_FACTOR_MEMORY = 0.9995
+# A plain round now and then, where trees are thought to gain, costs this share of the time.
+LOOKS, LEAST_APART = 0.0025, 16
 _MOST_LOADS = 256  # cached
+
+
+@dataclass(slots=True)
+class _Slowness:
+    """Means of two logs, their covariance, and rounds with trees since the last plain one."""
+
+    machine: float = 0.0
+    trees: float = 0.0
+    machine_variance: float = _FIRST[0]
+    covariance: float = 0.0
+    trees_variance: float = _FIRST[1]
+    num_unseen: int = 0
 
 
 class Correction:
@@ -60,31 +75,56 @@ class Correction:
     trees longer still.
 
     log(real / predicted) of a round is the machine's slowness; in rounds with trees it includes a
-    factor, and only the factor decides who drafts. Both follow what is seen (least mean squares),
-    for each load (an octave of requests), the slowness faster. A new load begins with the values of
-    the last one. The factor decays while nothing is drafted, so that drafting is tried again.
+    factor, and only the factor decides who drafts. A filter (Kalman 1960) follows both, for each
+    load (an octave of requests): a plain round shows the first, one with trees their sum, so that
+    where all rounds have trees, a plain one now and then tells them apart (`is_due`). A new load
+    begins with the values of the last one. The factor decays while nothing is drafted, so that
+    drafting is tried again.
     """
 
     def __init__(self) -> None:
-        self._loads: dict[int, tuple[float, float]] = {}  # logs of slowness and factor
-        self._latest = 0.0, 0.0
+        self._loads: dict[int, _Slowness] = {}
+        self._latest = _Slowness()
+
+    def _of(self, num_requests: int) -> _Slowness:
+        load = num_requests.bit_length()
+        if load not in self._loads:
+            self._loads[load] = replace(self._latest, num_unseen=0)
+        return self._loads[load]
 
     def factor(self, num_requests: int) -> float:
         """Time of rounds with trees over plain ones."""
-        return math.exp(self._loads.get(num_requests.bit_length(), self._latest)[1])
+        return math.exp(max(0.0, self._of(num_requests).trees))
+
+    def is_due(self, num_requests: int, gain: float) -> bool:
+        """Whether a plain round should show how slow the machine is. gain: of trees, by the table
+        and the factor.
+        """
+        return self._of(num_requests).num_unseen >= max(LEAST_APART, (gain - 1.0) / LOOKS)
 
     def observe(
         self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
     ) -> float:
         """Learn from a round; returns the expected time in real ms."""
-        load = num_requests.bit_length()
-        slowness, factor = self._loads.get(load, self._latest)
-        expected = slowness + factor * drafted
+        self._latest = of = self._of(num_requests)
+        expected = of.machine + of.trees * drafted
         error = math.log(real_ms / predicted_ms) - expected
         error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
-        slowness += _SLOWNESS_RATE * error
-        factor = max(0.0, factor + _FACTOR_RATE * error) if drafted else _FACTOR_MEMORY * factor
-        self._latest = self._loads[load] = slowness, factor
+        of.machine_variance += _DRIFT[0]
+        of.trees_variance += _DRIFT[1]
+        # of what is seen, with either log
+        with_machine = of.machine_variance + of.covariance * drafted
+        with_trees = of.covariance + of.trees_variance * drafted
+        seen = with_machine + with_trees * drafted + _NOISE
+        of.machine += with_machine / seen * error
+        of.trees += with_trees / seen * error
+        of.machine_variance -= with_machine**2 / seen
+        of.trees_variance -= with_trees**2 / seen
+        of.covariance -= with_machine * with_trees / seen
+        if drafted:
+            of.num_unseen += 1
+        else:
+            of.trees, of.num_unseen = _FACTOR_MEMORY * of.trees, 0
         return predicted_ms * math.exp(expected)
 
 
@@ -179,16 +219,17 @@ class Policy:
             plan.drafting[:], plan.width = True, self.speculation.tree_topk
             plan.thresholds = [0.0] * self.speculation.num_draft_steps
         elif mode == "auto" and S:
-            self._plan(plan, self._text_paths(chains) if any(chains) else None)
-            self.expects_drafts = plan.drafts
+            texts = self._text_paths(chains) if any(chains) else None
+            self.expects_drafts = self._plan(plan, texts)
         if self.costs is not None and not plan.drafts:
             plan.expected_tokens = plan.num_requests
             plan.predicted_ms = self.costs.forward(plan.num_requests, plan.num_requests)
         return plan
 
-    def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> None:
+    def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> bool:
         """Take the best plan: width of a level (W), number of requests that draft (Q), levels (K),
-        and least path probability of verified nodes (G).
+        and least path probability of verified nodes (G). Returns whether drafting pays, also where
+        this round is plain to show how slow the machine is.
 
         text_S2G: as the expected tree's tables, of text's candidates. Gains and costs of the head's
         trees are counted beside these.
@@ -204,7 +245,7 @@ class Policy:
             plan.rate = max(plan.rate, float(rates.max()))
             gain_S2KG = np.maximum(trees_2KG - text_S2G[:, :, None], 0.0)
         if not self.has_head:
-            return
+            return False
         # the first q + 1 in this order draft
         order, before_Q = self._caught_up(plan, load, gain_S2KG[:, 0, -1, 0])
         sums_Q2KG = gain_S2KG if S == 1 else gain_S2KG[order].cumsum(0)[load.of_Q]
@@ -217,8 +258,11 @@ class Policy:
         factor = self.correction.factor(B)
         rates_WQKG = tokens_WQKG / (ms_WQKG * factor)
         best = int(rates_WQKG.argmax())
-        if rates_WQKG.flat[best] <= plan.rate:
-            return
+        gain = float(rates_WQKG.flat[best]) / plan.rate
+        if gain <= 1.0:
+            return False
+        if text_2G is None and self.correction.is_due(B, gain):
+            return True
         w, q, _, g = np.unravel_index(best, rates_WQKG.shape)
         plan.rate = float(rates_WQKG.flat[best]) * factor
         plan.drafting[order[: load.of_Q[q] + 1]] = True
@@ -227,6 +271,7 @@ class Policy:
         ratios = self.acceptance.ratios().cumprod()
         level = plan.rate * float(load.steps_WQ1[w, q, 0]) / LEVEL_GAIN
         plan.thresholds = [*(level / ratios[:-1]).tolist(), float(GRID[g] / ratios[0])]
+        return True
 
     def _caught_up(
         self, plan: RoundPlan, load: Load, gain_S: np.ndarray
