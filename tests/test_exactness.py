@@ -48,7 +48,7 @@ WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 
 folder = tiny_engine.folder
 
-BACKENDS = ("native, float32", "native, bfloat16", "native, packed", "operators, float32")
+NATIVE = ("native, float32", "native, bfloat16", "native, packed")
 # speculation and cache; beside the config: no head, a head's window, costs by which all is drafted
 ENGINES = {
     "plain": {"speculation": "off"},
@@ -142,8 +142,11 @@ def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:
         return Engine(target, None if head is False else draft, sizes, tokenizer_of(folder))
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("path", BACKENDS)
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [*((path, name) for path in NATIVE for name in ENGINES)]
+    + [("operators, float32", name) for name in ("a window, few pages", "auto, head and text")],
+)
 def test_answers_are_those_of_plain_decoding(backend, folder, path, name, tmp_path, monkeypatch):
     monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
     target, draft, expected = backend(path)

@@ -100,19 +100,6 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
     assert read == whole.model_copy(update={"eos_token_ids": read.eos_token_ids})
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_greedy_answers_are_those_of_transformers(root, name):
-    """By PyTorch's operators; the native decoder's are in test_architectures.py."""
-    target, model = loaded(root, name, "torch"), by_transformers(root, name)
-    (asked,) = prompts(target, [80])
-    with torch.no_grad():
-        theirs = model.generate(
-            torch.tensor([asked.prompt_ids]), max_new_tokens=40, do_sample=False, eos_token_id=None
-        )
-    ours = run(Engine(target, None, EngineConfig(num_pages=64)), [asked])
-    assert list(ours[0][0]) == theirs[0, len(asked.prompt_ids) :].tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -79,9 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
-def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    return load_as(request.param, folder)
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_as("native", folder)
 
 
 @pytest.fixture(autouse=True)
