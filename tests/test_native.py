@@ -51,7 +51,7 @@ from eyas.model.weights import read_arrays
 from eyas.operators.shape import target_shape
 from eyas.operators.tensors import array_of, arrays_of, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
-from tests.oracle.draft import OperatorDraft, guessed
+from tests.oracle.draft import grown, guessed
 from tests.plain_eagle import Example, PlainHead
 from tests.quantised_twin import in_eight_bits
 from tests.speculation_world import of_best_path
@@ -731,7 +731,7 @@ def test_propose_is_the_plain_growth_to_the_bit(dtype, growth, flags, drawn):
     roots, rest = Roots(lens, lens, [], page_table), (cache, growth, thresholds, draws)
     ours = draft.propose(roots, h, first, *rest)
     given = array_of(h), tuple(map(array_of, first)), cache, Growth(*growth), thresholds, draws
-    assert_same(ours, OperatorDraft.propose(draft.own, roots, *given))
+    assert_same(ours, grown(draft.own, roots, *given))
     if least > 0:
         assert len(ours.depths) < 2 + 4 * 4  # so high a threshold ends the growth early
 
