@@ -161,7 +161,7 @@ def results_of(variant: Variant) -> list[tuple[str | bool, ...]]:
     program = cache_folder("native") / f"kernels-{variants.stamp(variant, main, compiler)}"
     if not program.exists():
         flags = [flag for flag in variants.command(variant) if flag not in ("-O3", "-shared")]
-        call = [compiler, "-O1", *flags, "-static", f"-I{variants.SOURCES}", str(main)]
+        call = [compiler, "-O0", *flags, "-static", f"-I{variants.SOURCES}", str(main)]
         program.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(f"{program}.{os.getpid()}")  # another worker may compile the same
         subprocess.run([*call, "-o", str(fresh)], check=True)
