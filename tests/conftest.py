@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """The native library is compiled once, before the workers of xdist all want it. Where all tests
     are to run, its build with sanitizers is compiled beside it.
     """
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or config.option.collectonly:
         return
     builds = []
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
