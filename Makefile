@@ -19,6 +19,8 @@ SGLANG = sglang==0.5.23
 # what SGLang's engine and server import; its other dependencies bring CUDA (benchmarks/peers/sglang_cpu stands for them)
 SGLANG_IMPORTS = orjson pybase64 msgspec pyzmq psutil requests aiohttp fastapi uvloop pydantic numpy tqdm packaging transformers triton pillow ipython dill gguf uvicorn python-multipart prometheus-client einops scipy regex jsonschema xxhash zstandard setproctitle
 ARGS =
+# processes of make test: on two cores, with some GB of memory each
+WORKERS ?= 2
 # of pyproject.toml, all that tests touch
 EXTRAS = train,large,servers,hub,parquet,http,s3,obstore,gcs,dlp,ray
 
@@ -28,7 +30,7 @@ demo: $(VENV)/installed
 	$(BIN)/eyas demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

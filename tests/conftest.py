@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["EYAS_PRIVACY_KEY"] = "the tests' own, and no secret"
 settings.register_profile("eyas", deadline=None)
 settings.load_profile("eyas")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The native library is compiled once, before the workers of xdist all want it. Where all tests
+    are to run, its build with sanitizers is compiled beside it.
+    """
+    if hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    builds = []
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        builds.append(subprocess.Popen([sys.executable, "-m", "tests.sanitized", "build"]))
+    importlib.import_module("eyas.model.library").unavailable()
+    for build in builds:  # what fails is the failure of the test that wants it
+        build.wait()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

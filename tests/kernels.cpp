@@ -100,9 +100,14 @@ void quantised_products() {
         } while (!std::all_of(values, values + q.kBlocks * kBlockInputs,
                               [](float value) { return std::abs(value) < 1e4f; }));
     });
+    Floats x = numbers<Fp32>(kRows[5] * K, 3);
+    if (format == q8_0) {  // the largest sums of products there are: codes of -128 by codes of 127
+      for (size_t i = 0; i < 8 * row_bytes(format, K); ++i)
+        if (i % row_bytes(format, kBlockInputs) > 1) blocks[i] = 128;
+      std::fill_n(x.begin(), 2 * K, 3.0f);
+    }
     const QuantisedProduct product({{blocks.data(), N}}, {format}, K, false, nullptr, 2);
     const int stride = product.blocks * kLanes;
-    const Floats x = numbers<Fp32>(kRows[5] * K, 3);
     for (const int M : kRows) {
       Floats y(M * stride), one(stride);
       multiply(product, x.data(), M, 2, y.data());

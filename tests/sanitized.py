@@ -2,13 +2,15 @@
 and random rounds. A program of its own, started with the sanitizer's runtime before everything
 else: `tests/test_native_memory.py`. A report of a sanitizer ends the process.
 
-The tests of `tests/test_native.py` are called as functions: they have the shapes.
+The tests of `tests/test_native.py` are called as functions: they have the shapes. With the argument
+`build` the library is compiled and no more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -25,6 +27,9 @@ SANITIZERS = (
 )
 variants.FLAGS = ("-O0", *variants.FLAGS[1:], *SANITIZERS)
 variants.LINKED = ()
+if sys.argv[1:] == ["build"]:
+    library.built(library.runnable()[0], variants.find_compiler() or "g++")
+    raise SystemExit
 if library.unavailable() is not None:
     print(f"unavailable: {library.unavailable()}")
     raise SystemExit(3)

@@ -17,19 +17,20 @@ from scipy.stats import chi2
 
 from eyas.chat.files import read_tokenizer
 from eyas.engine.costs import CostTable, Curve
+from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import MAX_SAMPLES, Request, SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.model.draws import DrawState
 from eyas.model.target import Target
 from tests import tiny_engine
-from tests.oracle.target import OperatorTarget, logits_of
-from tests.tiny_engine import VOCAB, draft_of, load_as, random_head
+from tests.oracle.target import logits_of
+from tests.tiny_engine import VOCAB, load_as, random_head
 
 PROMPT = (5, 9, 5)
 END = 2
 HEAD = 1  # the seed of a head that proposes well behind this prompt
-# requests of 128 samples; fewer where PyTorch's operators decode them
+# requests of 128 samples
 NUM_TOKENS, NUM_REQUESTS = 3, 6
 LEAST_P = 1e-4  # the seeds are fixed: what passes once passes always
 # drafting pays
@@ -51,13 +52,11 @@ OPTIONS: dict[str, dict[str, object]] = {
     "regex": {"regex": "[!-0]{1,2}", "logit_bias": {END: 4.0}},
 }
 ENGINES = {
-    "native, fixed": (True, {"speculation": "fixed(3,4,16)"}),
-    "native, auto": (True, {"speculation": "auto(3,4,16)"}),
-    "torch, fixed": (False, {"speculation": "fixed(3,4,16)"}),
+    "fixed": {"speculation": "fixed(3,4,16)"},
+    "auto": {"speculation": "auto(3,4,16)"},
 }
 THOROUGH = {
-    "native, auto": ["temperature", "all cuts", "frequency_penalty", "regex"],
-    "torch, fixed": ["top_k"],
+    "auto": ["temperature", "all cuts", "frequency_penalty", "regex"],
 }
 
 
@@ -72,15 +71,14 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
 
     @cache
     def engine(name: str) -> Engine:
-        native, config = ENGINES[name]
-        target = load_as("native" if native else "torch", folder)
+        target = load_as("native", folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("eyas.engine.rounds.round_costs", lambda work: COSTS)
-            draft = draft_of(*random_head(target, HEAD), target)
+            draft = Draft(*random_head(target, HEAD), target)
             made = Engine(
                 target,
                 draft,
-                EngineConfig(max_batch=128, max_length=32, **config),
+                EngineConfig(max_batch=128, max_length=32, **ENGINES[name]),
                 read_tokenizer(folder).backend,
             )
         observe = made.rounds.policy.observe
@@ -178,7 +176,7 @@ def p_value(running: Engine, option: str, drafts: int = 10) -> float:
 
 def answers_of(running: Engine, params: SamplingParams, drafts: int) -> list[tuple[int, ...]]:
     asked = []
-    for seed in range(2 if isinstance(running.target, OperatorTarget) else NUM_REQUESTS):
+    for seed in range(NUM_REQUESTS):
         asked.append(
             Request(str(seed), PROMPT, SamplingParams(**{**fields(params), "seed": 1000 + seed}))
         )
@@ -225,4 +223,4 @@ def test_a_biased_acceptance_is_found(engine_of, monkeypatch):
         return state
 
     monkeypatch.setattr(Sampler, "_new_state", walked_in_python)
-    assert p_value(engine_of("native, fixed"), "temperature", drafts=0) < 1e-6
+    assert p_value(engine_of("fixed"), "temperature", drafts=0) < 1e-6

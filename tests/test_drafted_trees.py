@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import DraftedTree
 from eyas.engine.tree import drafted_tree
 from eyas.model.rows import HEAD, TEXT, Proposals
 from tests import tiny_engine
 from tests.serving import ask, complete
-from tests.tiny_engine import EVERYTHING, draft_of, random_head, requests
+from tests.tiny_engine import EVERYTHING, random_head, requests
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
@@ -26,7 +27,7 @@ folder, target = tiny_engine.folder, tiny_engine.target
 @pytest.fixture
 def engine(target):
     config = EngineConfig(max_batch=3, max_length=120, speculation="fixed(4,3,9)")
-    return Engine(target, draft_of(*random_head(target), target), config)
+    return Engine(target, Draft(*random_head(target), target), config)
 
 
 def decoded(engine, asked):

@@ -18,7 +18,6 @@ from tests import tiny_engine
 from tests.tiny_engine import (
     VOCAB,
     decoded,
-    draft_of,
     engine,
     idle,
     plainly,
@@ -73,7 +72,7 @@ def test_heads_that_take_turns_change_no_token(target, window, speculation):
     asked = [replace(request, id=str(number)) for number, request in enumerate(asked)]
     running = engine(target, window=window, num_pages=12, speculation=speculation)
     other_head = random_head(target, seed=1)
-    heads = [running.draft, draft_of(*other_head, target)]
+    heads = [running.draft, Draft(*other_head, target)]
     for request in asked:
         running.add(request)
     tokens, found, step = {request.id: [] for request in asked}, {}, 0
@@ -109,7 +108,7 @@ def test_a_head_swapped_in_drafts_as_if_it_had_been_there_from_the_start(target)
         step = 0
         while running.has_work:
             if step == swaps_at:
-                running.swap_draft(draft_of(*other_head, target))
+                running.swap_draft(Draft(*other_head, target))
             running.step()
             step += 1
         return rounds

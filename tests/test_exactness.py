@@ -36,7 +36,6 @@ from tests.tiny import children_of, tiny_target
 from tests.tiny_engine import (
     EVERYTHING,
     SAMPLED,
-    draft_of,
     idle,
     load_as,
     random_head,
@@ -48,7 +47,7 @@ WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 
 folder = tiny_engine.folder
 
-BACKENDS = ("native, float32", "native, bfloat16", "native, packed", "operators, float32")
+NATIVE = ("native, float32", "native, bfloat16", "native, packed")
 # speculation and cache; beside the config: no head, a head's window, costs by which all is drafted
 ENGINES = {
     "plain": {"speculation": "off"},
@@ -119,7 +118,7 @@ def backend(folder: Path) -> Callable[[str], tuple[Target, Draft, Answers]]:
             target = load_as(path, folder, dtype)
         sizes = {"max_batch": 1, "prefix_reuse": False, "speculation": "off"}
         alone = Engine(target, None, EngineConfig(max_length=120, **sizes), tokenizer_of(folder))
-        return target, draft_of(*random_head(target), target), answers(alone, asked())
+        return target, Draft(*random_head(target), target), answers(alone, asked())
 
     return made
 
@@ -134,7 +133,7 @@ def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:
     if window is not None:
         shape, tensors = random_head(target)
         shape = shape.model_copy(update={"sliding_window": window})
-        draft = draft_of(shape, tensors, target)
+        draft = Draft(shape, tensors, target)
     with pytest.MonkeyPatch.context() as patch:
         if costs is not None:
             patch.setattr("eyas.engine.rounds.round_costs", lambda _: costs)
@@ -142,8 +141,11 @@ def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:
         return Engine(target, None if head is False else draft, sizes, tokenizer_of(folder))
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("path", BACKENDS)
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [*((path, name) for path in NATIVE for name in ENGINES)]
+    + [("operators, float32", name) for name in ("a window, few pages", "auto, head and text")],
+)
 def test_answers_are_those_of_plain_decoding(backend, folder, path, name, tmp_path, monkeypatch):
     monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
     target, draft, expected = backend(path)
@@ -186,7 +188,7 @@ def test_every_quantisation_answers_as_plain_decoding(tmp_path, kinds):
     target = Target(config, tensors, "packed", blocks=blocks)
     sizes = EngineConfig(max_length=120, max_batch=4)
     plain = Engine(target, None, sizes.model_copy(update={"speculation": "off"}))
-    draft = draft_of(*random_head(target), target)
+    draft = Draft(*random_head(target), target)
     these = [one for one in asked() if one.id.startswith(("greedy,", "sampled", "all cuts"))]
     tree = Engine(target, draft, sizes.model_copy(update={"speculation": "fixed(2,16,33)"}))
     expected, found = answers(plain, these), answers(tree, these)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.families import FAMILIES
@@ -29,7 +30,7 @@ from tests.architectures import ARCHITECTURES, SHAPE, saved_architecture
 from tests.oracle.target import features_of, logits_of
 from tests.quantised_twin import in_eight_bits
 from tests.test_native import PARTS
-from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head
+from tests.tiny_engine import EVERYTHING, idle, load_as, random_head
 
 OWN = [name for name, one in ARCHITECTURES.items() if one.own]
 DECODERS = [name for name in OWN if ARCHITECTURES[name].text is None]
@@ -100,19 +101,6 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
     assert read == whole.model_copy(update={"eos_token_ids": read.eos_token_ids})
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_greedy_answers_are_those_of_transformers(root, name):
-    """By PyTorch's operators; the native decoder's are in test_architectures.py."""
-    target, model = loaded(root, name, "torch"), by_transformers(root, name)
-    (asked,) = prompts(target, [80])
-    with torch.no_grad():
-        theirs = model.generate(
-            torch.tensor([asked.prompt_ids]), max_new_tokens=40, do_sample=False, eos_token_id=None
-        )
-    ours = run(Engine(target, None, EngineConfig(num_pages=64)), [asked])
-    assert list(ours[0][0]) == theirs[0, len(asked.prompt_ids) :].tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -128,7 +116,7 @@ def test_speculation_changes_nothing(root, name, backend):
     asked = prompts(target, [30, 70, 100], logprobs=2)
     asked += prompts(target, [70, 33], temperature=1.0, logprobs=2)
     plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]
-    draft = draft_of(*random_head(target), target)
+    draft = Draft(*random_head(target), target)
     for speculation in ("fixed(3,3,8)", "auto(3,4,20)"):
         config = EngineConfig(num_pages=24, max_batch=4, speculation=speculation)
         engine = Engine(target, draft, config)

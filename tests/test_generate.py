@@ -137,11 +137,6 @@ def test_answers_are_what_transformers_generates(target, answered):
         assert answer.messages[-1]["content"] == chat.decode(written[:-1] if stopped else written)
 
 
-def test_the_batch_changes_no_answer(target, answered, output):
-    run(target, PROMPTS, output, max_batch=1)
-    assert contents(output) == contents(answered)
-
-
 def test_sampling_is_repeatable_and_part_of_the_key(target, answered, tmp_path):
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
     for output, batch in ((one, 6), (two, 2)):

@@ -9,11 +9,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from eyas.engine.draft import Draft
 from eyas.errors import MismatchError
 from eyas.model import checkpoint
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.rows import prompt_rows
+from eyas.model.target import Target
 from eyas.operators.head import Head, head_files, load_head
 from eyas.operators.tensors import array_of, arrays_of, tensor_of
 from eyas.operators.ttt import Slots, unroll
@@ -30,7 +32,6 @@ from tests.tiny_batch import (
     tiny_vocabulary,
     wavy_head,
 )
-from tests.tiny_engine import draft_of, load_as
 from tests.tiny_head import (
     PLAIN_NORMS,
     edit_config,
@@ -64,7 +65,6 @@ FLAGS = [
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 ]
 with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
-native_or_not = pytest.mark.parametrize("kind", ["torch", "native"])
 
 
 @with_flags
@@ -157,14 +157,13 @@ def test_bf16_files_load_as_float32(tmp_path):
     assert torch.equal(loaded.fc.weight, head.fc.weight.float())
 
 
-@native_or_not
 @with_flags
-def test_computes_what_the_engines_draft_computes(tmp_path, flags, kind):
+def test_computes_what_the_engines_draft_computes(tmp_path, flags):
     """Six entries from the target's features, then one fed back."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     head = load_head(head_folder(folder, tmp_path / "head", **flags))
-    target = load_as(kind, folder)
-    draft = draft_of(*checkpoint.read_head(tmp_path / "head"), target)
+    target = Target.load(folder)
+    draft = Draft(*checkpoint.read_head(tmp_path / "head"), target)
     tokens_T = torch.arange(20, 28)
     aux_hidden, _ = (features.clone() for features in features_of(target, tokens_T[None]))
     cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
@@ -186,18 +185,17 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, kind):
     torch.testing.assert_close(log_probs, best, rtol=1e-4, atol=1e-4)
 
 
-@native_or_not
-def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path, kind):
+def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path):
     """The same head with the target's matrices in its file, and with none or other ones."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     config, tensors = tiny_head(folder, draft_vocab_size=320)
-    target = load_as(kind, folder)
+    target = Target.load(folder)
     page_table = np.zeros((1, 1), dtype=np.int32)
     rows = prompt_rows([[5, 6, 7]], [1], page_table, 16, first_column=1)
     aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)
 
     def proposed(changes):
-        draft = draft_of(config, arrays_of(tensors) | changes, target)
+        draft = Draft(config, arrays_of(tensors) | changes, target)
         h = draft.extend(rows, array_of(aux_hidden), draft.new_cache(1))
         return draft.proposals(h, 4)[1]
 

@@ -35,6 +35,7 @@ from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
 from eyas.model.rows import (
     FeatureCache,
+    Growth,
     NodesToVerify,
     PagedCache,
     Proposals,
@@ -50,7 +51,7 @@ from eyas.model.weights import read_arrays
 from eyas.operators.shape import target_shape
 from eyas.operators.tensors import array_of, arrays_of, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
-from tests.oracle.draft import guessed
+from tests.oracle.draft import grown, guessed
 from tests.plain_eagle import Example, PlainHead
 from tests.quantised_twin import in_eight_bits
 from tests.speculation_world import of_best_path
@@ -699,54 +700,6 @@ def assert_same(ours: Proposals, plain: Proposals) -> None:
         assert np.array_equal(getattr(ours, name), getattr(plain, name)), name
 
 
-def grown_plainly(
-    draft: TensorDraft,
-    lens: list[int],
-    h_BH: Tensor,
-    first: tuple[Tensor, Tensor],
-    page_table: np.ndarray,
-    cache: PagedCache,
-    growth: tuple[int, int, int],
-    thresholds: list[float],
-    draws: list[DrawState | None],
-) -> Proposals:
-    """The same growth as lists, one node's forward at a time."""
-    K, k, width = growth
-    B = len(lens)
-    tokens = first[0].tolist()
-    scores = [[np.float32(score) for score in row] for row in first[1].tolist()]
-    parents, depths = [[-1] * k for _ in range(B)], [1] * k
-    # candidate, seen, the parent's state
-    frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(width)] for b in range(B)]
-    for level in range(K - 1):
-        best = [max(scores[b][node] for node, _, _ in frontiers[b]) for b in range(B)]
-        if sum(max(math.exp(one) - thresholds[-1], 0) for one in best) < thresholds[level]:
-            break
-        depths += [level + 2] * (width * k)
-        for b in range(B):
-            start, children = len(tokens[b]), []
-            for j, (node, seen, h) in enumerate(frontiers[b]):
-                column = lens[b] + 1 + level * width + j
-                slot = page_table[b, column // PAGE_SIZE] * PAGE_SIZE + column % PAGE_SIZE
-                fields = (tokens[b][node], b, lens[b] + level, slot, lens[b] + 1, seen)
-                arrays = [np.array([value], dtype=np.int64) for value in fields]
-                own = draft.step(rows_of(tuple(arrays), page_table, 1), h, cache)
-                ids, log_probs = draft.proposals(own, k, [draws[b]], level + 1)
-                for i in range(k):
-                    children.append((seen, own))
-                    tokens[b].append(int(ids[0, i]))
-                    scores[b].append(scores[b][node] + np.float32(log_probs[0, i]))
-                    parents[b].append(node)
-            order = np.argsort(-np.array(scores[b][start:]), kind="stable")[:width]
-            frontiers[b] = [
-                (start + i, children[i][0] | 1 << ((level + 1) * width + place), children[i][1])
-                for place, i in enumerate(sorted(order.tolist()))
-            ]
-    return Proposals(
-        np.array(tokens), np.array(scores, dtype=np.float32), np.array(parents), np.array(depths)
-    )
-
-
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize(
@@ -777,7 +730,8 @@ def test_propose_is_the_plain_growth_to_the_bit(dtype, growth, flags, drawn):
     thresholds = [least] * (growth[0] - 1) + [least / 8]
     roots, rest = Roots(lens, lens, [], page_table), (cache, growth, thresholds, draws)
     ours = draft.propose(roots, h, first, *rest)
-    assert_same(ours, grown_plainly(draft, lens, h, first, page_table, *rest))
+    given = array_of(h), tuple(map(array_of, first)), cache, Growth(*growth), thresholds, draws
+    assert_same(ours, grown(draft.own, roots, *given))
     if least > 0:
         assert len(ours.depths) < 2 + 4 * 4  # so high a threshold ends the growth early
 

@@ -40,7 +40,9 @@ def runtimes() -> list[str]:
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_no_read_or_write_is_out_of_bounds():
-    """The library is built with the sanitizers once for each of its versions: half a minute."""
+    """The library is built with the sanitizers once for each of its versions, in two minutes: in
+    advance where all tests run (conftest.py).
+    """
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(runtimes()),

@@ -198,25 +198,6 @@ def test_formats_that_do_not_fit_together_are_no_product():
     assert parts_of(blocks, ["a", "elsewhere"]) is None
 
 
-@needs_native
-def test_the_bits_of_products_are_those_of_the_plainest_variant(monkeypatch):
-    plainest = library.runnable()[-1]  # without the instruction for four products of bytes
-    one, x = matrix(Kind.Q8_0, 48, 512), inputs(13, 512)
-    one.data[:, 2::34] = 128  # the largest sums of products there are
-    matrices = [matrix(kind, 48, 512) for kind in KINDS] + [one]
-
-    def products() -> list[Tensor]:
-        return [product(PackedLinear.of_blocks([each], [], 1), x, 48) for each in matrices]
-
-    expected = products()
-    with monkeypatch.context() as patch:
-        patch.setenv(library.CHOICE, plainest.name)
-        patch.setattr(library, "_loaded", functools.cache(library._loaded.__wrapped__))
-        assert library.native().variant == plainest
-        found = products()
-    assert all(map(torch.equal, found, expected))
-
-
 # Targets
 
 

@@ -93,9 +93,9 @@ if __name__ == "__main__":
         told = {client: run(served, client) for client in CLIENTS}
     for client, one in told.items():
         print(client, *(json.dumps(step) for step in one["steps"]), sep="\n    ")
-    # the last body with tools holds all turns before it
-    with_tools = {
-        client: [body for body in one["bodies"] if "tools" in body] for client, one in told.items()
-    }
-    kept = {client: [bodies[0], bodies[-1]] for client, bodies in with_tools.items()}
+    # the last body with tools of each choice holds all turns before it
+    kept = {}
+    for client, own in told.items():
+        with_tools = [body for body in own["bodies"] if "tools" in body]
+        kept[client] = [*{str(body["tool_choice"]): body for body in with_tools}.values()]
     KEPT.write_text(json.dumps(kept) + "\n", encoding="utf-8")

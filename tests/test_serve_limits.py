@@ -343,7 +343,9 @@ def test_a_crowd_beyond_the_connections_is_answered_and_ends_nobody(world):
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
         statuses = Counter(connection.recv(12)[9:] for connection in held)
         assert statuses == {b"200": 20, b"503": 80}
-        assert b"too_many_connections" in held[-1].recv(65536) + held[-1].recv(65536)
+        refusal = held[-1].recv(65536) + held[-1].recv(65536)
+        assert b"too_many_connections" in refusal
+        assert b"connection: close" in refusal
         for path in ("/health", "/ping", "/metrics"):
             assert httpx.get(client.url + path).status_code == 200
 
@@ -436,25 +438,6 @@ def test_prompts_times_samples_are_counted_before_anything_is_made(world, monkey
             assert reply.status_code == 400
             assert "samples are more than this server holds" in reply.json()["error"]["message"]
     assert not made
-
-
-def test_more_requests_than_connections_get_503_and_probes_are_answered(world, monkeypatch):
-    limits = LimitsConfig(max_connections=3, body_timeout_s=600)
-    with world.served(limits=limits) as client, ExitStack() as stack:
-        held = [stack.enter_context(opened(client)) for _ in range(3)]
-        for connection in held:
-            connection.sendall(HEAD + b"{")  # the rest of the body is on its way
-        while (refused := post(client, BODY)).status_code == 200:  # until the server has seen all
-            time.sleep(0.01)
-        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
-        assert refused.json()["error"]["code"] == "too_many_connections"
-        for path in ("health", "metrics"):
-            assert httpx.get(f"{client.url}/{path}").status_code == 200
-        held[0].sendall(b'"a": 10}')
-        assert answer(held[0], b"}}")[0] == 400, "those that hold on are served"
-        monkeypatch.setattr(server, "IDLE_S", 0)
-        monkeypatch.setattr(server, "LOOK_S", 0)
-        assert post(client, BODY).status_code == 200
 
 
 def test_what_a_slow_reader_left_unread_is_written_in_parts_between_those_of_others():

@@ -5,6 +5,7 @@ and never one of other sources.
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import shutil
 import subprocess
@@ -160,10 +161,11 @@ def results_of(variant: Variant) -> list[tuple[str | bool, ...]]:
     program = cache_folder("native") / f"kernels-{variants.stamp(variant, main, compiler)}"
     if not program.exists():
         flags = [flag for flag in variants.command(variant) if flag not in ("-O3", "-shared")]
-        call = [compiler, "-O1", *flags, "-static", f"-I{variants.SOURCES}", str(main)]
+        call = [compiler, "-O0", *flags, "-static", f"-I{variants.SOURCES}", str(main)]
         program.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([*call, "-o", f"{program}.new"], check=True)
-        Path(f"{program}.new").replace(program)
+        fresh = Path(f"{program}.{os.getpid()}")  # another worker may compile the same
+        subprocess.run([*call, "-o", str(fresh)], check=True)
+        fresh.replace(program)
     started = [emulator, str(program)] if is_foreign else [str(program)]
     done = subprocess.run(started, capture_output=True, text=True, check=True)
     lines = []

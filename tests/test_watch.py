@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from time import sleep
 
 import httpx
 import numpy as np
@@ -23,9 +20,7 @@ from eyas.bench.server import counted_between, is_restarted, parse_metrics, roun
 from eyas.bench.watch import WatchWindow, choose, window_of
 from eyas.card import CardTau, card_of_head, of_size, read_card
 from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
-from eyas.export.engines import Launch
 from eyas.export.export import ExportConfig, export
-from eyas.hub import locate, resolve_target
 from tests.bench_servers import web_server
 from tests.object_stores import free_port
 from tests.serving import ask
@@ -34,7 +29,6 @@ from tests.test_export import trained
 from tests.tiny import tiny_target
 from tests.watched_pages import sglang_page, vllm_pages
 
-VLLM_PYTHON = os.environ.get("EYAS_VLLM_PYTHON")  # of an environment with vLLM
 CHAIN = CardTau("fixed(4,1,5)", 0.0, 2.4, (2.2, 2.6), 100, 2000, (0.6, 0.6, 0.65, 0.7))
 TREE = CardTau("fixed(6,3,12)", 0.0, 3.0, (2.8, 3.2), 100, 1600, (0.75,) * 6)
 SAMPLED = CardTau("fixed(4,1,5)", 1.0, 1.6, (1.5, 1.7), 100, 3000, (0.4, 0.4, 0.4, 0.4))
@@ -412,54 +406,3 @@ def test_our_own_server_is_watched(world, tmp_path):
     assert window.num_requests == 6
     assert window.tau == found["tau"] < 1.5
     assert not window.is_stale
-
-
-@pytest.mark.skipif(VLLM_PYTHON is None, reason="EYAS_VLLM_PYTHON names no Python with vLLM")
-def test_a_live_vllm_is_watched(tmp_path):
-    """SmolLM2 and its packaged head, with the command that export writes; a minute and more."""
-    target = resolve_target("smollm2")
-    config = ExportConfig(forms=("vllm",), speculation="fixed(4,1,5)")
-    out = tmp_path / "export"
-    export(config, "smollm2", Artifact(locate("smollm2")), Artifact(str(out)))
-    launch = Launch(target, 4, 1, 5, "bfloat16", 512)
-    _, _, model, *flags = launch.arguments("vllm", str(out / "vllm"))
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
-    command += ["--served-model-name", "m", "--enforce-eager", "--port", str(port)]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    environment.pop("PYTHONPATH", None)
-    with (
-        open(tmp_path / "log", "w") as log,
-        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process,
-    ):
-        try:
-            wait_for(url, process, 600)
-            pages = [parse_metrics(httpx.get(f"{url}/metrics").text)]
-            for number in range(2):
-                message = {"role": "user", "content": f"What is {number} plus two?"}
-                body = {"model": "m", "messages": [message], "max_tokens": 24, "temperature": 0}
-                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600).raise_for_status()
-            pages.append(parse_metrics(httpx.get(f"{url}/metrics").text))
-        finally:
-            process.terminate()
-            process.wait(60)
-    counted = {url: counted_between(*pages)}
-    window = window_of(read_card(locate("smollm2")), 0.0, counted, {url: pages[1]})
-    assert window.card.speculation == "fixed(4,1,5)"  # the card's chain of 7, cut
-    assert window.num_requests == 2
-    assert len(window.acceptance_by_position) == 4
-    assert 1 <= window.tau <= 5
-
-
-def wait_for(url, process, seconds):
-    """Until the server is healthy."""
-    for _ in range(seconds):
-        assert process.poll() is None
-        try:
-            if httpx.get(f"{url}/health", timeout=1).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        sleep(1)
-    raise AssertionError("the server does not start")

@@ -9,12 +9,11 @@ from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
-from eyas.model.arrays import Array, Arrays
+from eyas.model.arrays import Array
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.library import unavailable
 from eyas.model.target import Dtype, Target
 from eyas.operators.tensors import arrays_of
-from tests.oracle.draft import OperatorDraft
 from tests.oracle.target import OperatorTarget
 from tests.tiny import tiny_target
 from tests.tiny_head import PLAIN_NORMS
@@ -69,19 +68,14 @@ def load_as(kind: str, folder: Path, dtype: Dtype = "auto") -> Target:
     return (Target if kind == "native" else OperatorTarget).load(folder, dtype)
 
 
-def draft_of(config: HeadConfig, tensors: Arrays, target: Target) -> Draft | OperatorDraft:
-    """A head that runs as its target does."""
-    return (OperatorDraft if isinstance(target, OperatorTarget) else Draft)(config, tensors, target)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
-def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    return load_as(request.param, folder)
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_as("native", folder)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +91,7 @@ def engine(
         return Engine(target, None, sizes)
     shape, tensors = random_head(target)
     shape = shape.model_copy(update={"sliding_window": window})
-    return Engine(target, draft_of(shape, tensors, target), sizes)
+    return Engine(target, Draft(shape, tensors, target), sizes)
 
 
 def requests(

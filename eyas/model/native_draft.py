@@ -1,6 +1,6 @@
 """A draft head through the C++ library: its entries, its proposals, and whole trees in one call.
 
-Its twin in PyTorch operators is tests/oracle/draft.py.
+Its twins are tests/plain_eagle.py for a step, and tests/oracle/draft.py for the growth of trees.
 
 Letters: M rows, R rows with proposals, B requests, H hidden of the head, Ht of the target, W draft
 vocabulary, K draft steps, k tree_topk, C candidates.

@@ -1,8 +1,5 @@
-"""One decoder layer for inference, in PyTorch operators on any device, and its parts: products with
-weights, norm, the MLP and its experts, the short convolution.
-
-Targets and draft heads share it: a target's input is normed hidden states, a head's [embedding,
-feature] of twice the width. Its twin for a CPU is `native`.
+"""One layer of a target for inference, in PyTorch operators on any device, and its parts: products
+with weights, norm, the MLP and its experts, the short convolution. Its twin for a CPU is `native`.
 
 Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I intermediate, E
 experts, R rows of one expert.
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from eyas.families import Activation
 from eyas.model.architecture import LayerKind, TargetConfig
-from eyas.model.config import DecoderConfig, RopeConfig
 from eyas.model.rope import rope_table
 from eyas.operators.tensors import tensor_of
 from tests.oracle.attention import AttentionPlan, Weighing, path_slots
@@ -75,19 +71,13 @@ class Placement:
 class PositionTables:
     """The rotation tables of a model, and the placement of its forwards."""
 
-    def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype) -> None:
-        decoder = config if isinstance(config, TargetConfig) else None
-        dims = config.head_dim
-        ropes: tuple[RopeConfig, ...] = (config.rope,)
-        kinds: tuple[LayerKind, ...] = (LayerKind(),)
-        self._kernel, self._scale = None, None
-        if decoder is not None:
-            dims, ropes, kinds = decoder.turned_dims, decoder.rotations, decoder.layer_kinds
-            self._kernel, self._scale = decoder.conv_kernel, decoder.query_scale
-        self._sights = {(kind.window, kind.chunk) for kind in kinds if kind.mixer == "attention"}
+    def __init__(self, config: TargetConfig, length: int, dtype: torch.dtype) -> None:
+        self._kernel, self._scale = config.conv_kernel, config.query_scale
+        attending = [kind for kind in config.layer_kinds if kind.mixer == "attention"]
+        self._sights = {(kind.window, kind.chunk) for kind in attending}
         self._tables = []
-        for rope in ropes:
-            cos, sin = map(tensor_of, rope_table(rope, dims, length))
+        for rope in config.rotations:
+            cos, sin = map(tensor_of, rope_table(rope, config.turned_dims, length))
             # rotate_half(x) * sin == roll(x, dims/2) * sin with a negated first half
             whole = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
             self._tables.append(tuple(t.to(dtype).unsqueeze(1) for t in whole))
@@ -99,9 +89,7 @@ class PositionTables:
             for cos, sin in self._tables
         )
         plans = {
-            (window, chunk): AttentionPlan.of(
-                replace(rows, window=window or rows.window, chunk=chunk), page_size
-            )
+            (window, chunk): AttentionPlan.of(replace(rows, window=window, chunk=chunk), page_size)
             for window, chunk in self._sights
         }
         scale = None
@@ -214,24 +202,16 @@ class ShortConvolution:
 class PagedAttention:
     """Over the rows' keys and values in the cache, which are written first."""
 
-    def __init__(self, config: DecoderConfig, tensors: Tensors, kind: LayerKind) -> None:
-        decoder = config if isinstance(config, TargetConfig) else None
+    def __init__(self, config: TargetConfig, tensors: Tensors, kind: LayerKind) -> None:
         self._kind, self._eps = kind, config.rms_norm_eps
         self._Hq, self._Hk = config.num_attention_heads, config.num_key_value_heads
-        self._D = self._turned = config.head_dim
+        self._D, self._turned = config.head_dim, config.turned_dims
         self.qkv = joined(tensors, [f"self_attn.{name}_proj" for name in "qkv"])
         self.out = joined(tensors, ["self_attn.o_proj"])
         self._norms = [tensors.get(f"self_attn.{name}_norm.weight") for name in "qk"]
-        self._weighing = Weighing()
-        if decoder is not None:
-            self._turned = decoder.turned_dims
-            self._weighing = Weighing(
-                decoder.attention_scale, decoder.attention_softcap, tensors.get("self_attn.sinks")
-            )
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.qkv, self.out)
+        self._weighing = Weighing(
+            config.attention_scale, config.attention_softcap, tensors.get("self_attn.sinks")
+        )
 
     def __call__(self, x: Tensor, layer: int, at: Placement, cache: TensorCache) -> Tensor:
         """x [M, in] (normed) -> what `out` takes, [M, Hq * D]."""
@@ -260,31 +240,22 @@ class PagedAttention:
 class Block:
     """One layer over `tensors` by our names (`self_attn.q_proj.weight`, ...)."""
 
-    def __init__(self, config: DecoderConfig, tensors: Tensors, layer: int) -> None:
-        decoder = config if isinstance(config, TargetConfig) else None
-        kind = LayerKind() if decoder is None else decoder.layer_kinds[layer]
+    def __init__(self, config: TargetConfig, tensors: Tensors, layer: int) -> None:
+        kind = config.layer_kinds[layer]
         self._layer, self._eps = layer, config.rms_norm_eps
-        self._residual_scale = 1.0 if decoder is None else decoder.residual_scale
+        self._residual_scale = config.residual_scale
         is_attention = kind.mixer == "attention"
         self.attention = PagedAttention(config, tensors, kind) if is_attention else None
         self.convolution = None if is_attention else ShortConvolution(tensors)
         self.mlp: GatedMlp | MixtureOfExperts
         if kind.has_experts:
-            assert decoder is not None
-            self.mlp = MixtureOfExperts(tensors, decoder)
+            self.mlp = MixtureOfExperts(tensors, config)
         else:
-            self.mlp = GatedMlp(tensors, "mlp.", "silu" if decoder is None else decoder.activation)
+            self.mlp = GatedMlp(tensors, "mlp.", config.activation)
         self._mlp_norm, self._mixer_out_norm, self._mlp_out_norm = (
             tensors.get(f"{name}.weight")
             for name in ("post_attention_layernorm", "attention_out_norm", "mlp_out_norm")
         )
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """Of a layer like Llama's."""
-        assert self.attention is not None
-        assert isinstance(self.mlp, GatedMlp)
-        return (*self.attention.linears, self.mlp.gate_up, self.mlp.down)
 
     def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: TensorCache) -> Tensor:
         """x [M, in] (normed where the layer begins with a norm), residual [M, H] -> the layer's

@@ -1,176 +1,62 @@
-"""The draft head in PyTorch operators, and the growth of its trees in Python: what the native
-library computes (`eyas.model.native_draft`), written plainly.
+"""The growth of a head's trees in Python, and its guesses of what the target draws: what the native
+library computes (`eyas.model.native_draft`), written plainly. A step of the head is in
+tests/plain_eagle.py.
 
 Letters: B requests, K draft steps, k tree_topk, w width, H hidden, W draft vocabulary, M rows,
-C candidates, P pages.
+C candidates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from eyas.engine.draft import Draft, HeadTarget
 from eyas.engine.tree import goes_on
-from eyas.model.arrays import Array, Arrays, cast
-from eyas.model.config import HeadConfig, check_head
+from eyas.model.arrays import Array
 from eyas.model.draws import Draws, DrawState
-from eyas.model.rows import (
-    FeatureCache,
-    Growth,
-    PagedCache,
-    Proposals,
-    Roots,
-    Rows,
-    rows_of,
-    slots_of,
-)
-from eyas.operators.tensors import array_of, tensor_of, tensors_of
-from tests.oracle.block import Block, Linear, PositionTables, rms_norm
-from tests.oracle.rows import TensorCache, TensorRows
+from eyas.model.rows import Growth, PagedCache, Proposals, Roots, Rows, rows_of, slots_of
 from tests.oracle.sampling import draw_key, exponentials
 
 CUT_OFF = -40.0  # added to the scores of what min_p cuts
 
 
-class DraftLayers:
-    """The head in PyTorch operators."""
+class Steps(Protocol):
+    """Steps of a draft, and what their outputs propose; as `NativeDraft` has them."""
 
-    def __init__(
-        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: HeadTarget
-    ) -> None:
-        """tensors of the target's dtype, its embeddings and lm_head where the head has none."""
-        prefix = "midlayer."
-        layer = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
-        self._config, self._eps = config, config.rms_norm_eps
-        self._embed_tokens = tensors["embed_tokens.weight"]
-        self._embed_norm, self._hidden_norm = (
-            layer["input_layernorm.weight"],
-            layer["hidden_norm.weight"],
-        )
-        self._block, self._fc = Block(config, layer, 0), Linear(tensors["fc.weight"])
-        self._lm_head = Linear(tensors["lm_head.weight"])
-        self._norm, self._tensors = tensors["norm.weight"], tensors
-        length = target.config.max_position_embeddings + 64
-        self._positions = PositionTables(config, length, tensors["fc.weight"].dtype)
+    def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array: ...
 
-    def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """Target features [M, 3 * Ht] -> [M, H]."""
-        if self._config.fc_norm:
-            streams = [
-                rms_norm(stream, self._tensors[f"fc_norm.{number}.weight"], self._eps)
-                for number, stream in enumerate(aux_hidden.chunk(3, dim=-1))
-            ]
-            aux_hidden = torch.cat(streams, dim=-1)
-        if self._config.norm_before_fc:
-            aux_hidden = rms_norm(aux_hidden, self._tensors["input_norm.weight"], self._eps)
-        return self._fc(aux_hidden)
-
-    def step(self, rows: TensorRows, h: torch.Tensor, cache: TensorCache) -> torch.Tensor:
-        """Features or previous outputs [M, H] -> outputs [M, H]: what is fed back."""
-        rows = replace(rows, window=self._config.sliding_window)
-        normed = rms_norm(h, self._hidden_norm, self._eps)
-        embedded = rms_norm(
-            F.embedding(rows.token, self._embed_tokens), self._embed_norm, self._eps
-        )
-        residual = normed if self._config.norm_before_residual else h
-        h = self._block(
-            torch.cat((embedded, normed), dim=-1),
-            residual,
-            self._positions.place(rows, cache.page_size),
-            cache,
-        )
-        return rms_norm(h, self._norm, self._eps) if self._config.norm_output else h
-
-    def logits(self, h: torch.Tensor) -> torch.Tensor:
-        return self._lm_head(h if self._config.norm_output else rms_norm(h, self._norm, self._eps))
-
-
-class OperatorDraft(Draft):
-    """A draft whose steps are `DraftLayers`."""
-
-    def __init__(self, config: HeadConfig, tensors: Arrays, target: HeadTarget) -> None:
-        check_head(config, target.config, target.lm_head_sha256)
-        self.config, self.dtype = config, target.dtype
-        maps = ("d2t", "t2d")
-        lent = {"embed_tokens.weight": target.embed_tokens, "lm_head.weight": target.lm_head}
-        own = {name: one for name, one in tensors.items() if name not in maps}
-        given = {name: cast(one, target.dtype) for name, one in {**lent, **own}.items()}
-        self._layers = DraftLayers(config, tensors_of(given), target)
-        self._target_ids_W = np.arange(config.draft_vocab_size) + tensors["d2t"]
-
-    def extend(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> Array:
-        with torch.inference_mode():
-            h = self._layers.fuse(tensor_of(cast(aux_hidden, self.dtype)))
-            return self._step(rows, h, cache)
-
-    def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
-        return self._step(rows, tensor_of(cast(h, self.dtype)), cache)
-
-    @torch.inference_mode()
-    def _step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> Array:
-        return array_of(self._layers.step(TensorRows.of(rows), h, TensorCache(cache)))
-
-    @torch.inference_mode()
     def proposals(
         self, h: Array, tree_topk: int, draws: Draws | None = None, place: int = 0
-    ) -> tuple[Array, Array]:
-        logits = self._layers.logits(tensor_of(cast(h, self.dtype)))
-        log_probs = logits.float().log_softmax(-1)
-        for row, draw in zip(log_probs, draws or (), strict=False):
-            if draw is not None and draw.temperature > 0:
-                row[:] = guessed(row, tensor_of(self._target_ids_W), draw, place)
-        # A stable sort, not topk, so that of equal tokens the smaller draft id goes first.
-        best, ids = log_probs.sort(dim=-1, descending=True, stable=True)
-        return self._target_ids_W[ids[:, :tree_topk].numpy()], best[:, :tree_topk].numpy()
+    ) -> tuple[Array, Array]: ...
 
-    def enter(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> None:
-        self.extend(*self._entries(roots, cache, features), cache)
 
-    def grow(
-        self,
-        roots: Roots,
-        cache: PagedCache,
-        features: FeatureCache,
-        growth: Growth,
-        thresholds: Sequence[float],
-        draws: Draws | None = None,
-    ) -> Proposals:
-        h = self.catch_up(roots, cache, features)
-        first = self.proposals(h, growth.tree_topk, draws)
-        return self.propose(roots, h, first, cache, growth, thresholds, draws)
-
-    def propose(
-        self,
-        roots: Roots,
-        h_BH: Array,
-        first: tuple[Array, Array],
-        cache: PagedCache,
-        growth: Growth,
-        thresholds: Sequence[float],
-        draws: Draws | None = None,
-    ) -> Proposals:
-        K, k, width = growth
-        tree = _TreeGrowth(*first, width)
-        starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table
-        h = h_BH.repeat(width, 0)
-        for level in range(K - 1):
-            if not goes_on(tree.frontier()[1], thresholds, level):
-                break
-            rows = tree.rows(level, starts, page_table, cache.page_size)
-            h = self.step(rows, h, cache)
-            of_rows = None if draws is None else [draw for draw in draws for _ in range(width)]
-            h = h[tree.grow(*self.proposals(h, k, of_rows, level + 1))]
-        return tree.proposals()
+def grown(
+    draft: Steps,
+    roots: Roots,
+    h_BH: Array,
+    first: tuple[Array, Array],
+    cache: PagedCache,
+    growth: Growth,
+    thresholds: Sequence[float],
+    draws: Draws | None = None,
+) -> Proposals:
+    """The trees of all requests, a level of them in each step of the draft."""
+    K, k, width = growth
+    tree = _TreeGrowth(*first, width)
+    starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table
+    h = h_BH.repeat(width, 0)
+    for level in range(K - 1):
+        if not goes_on(tree.frontier()[1], thresholds, level):
+            break
+        rows = tree.rows(level, starts, page_table, cache.page_size)
+        h = draft.step(rows, h, cache)
+        of_rows = None if draws is None else [draw for draw in draws for _ in range(width)]
+        h = h[tree.grow(*draft.proposals(h, k, of_rows, level + 1))]
+    return tree.proposals()
 
 
 def guessed(

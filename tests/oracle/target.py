@@ -1,7 +1,6 @@
 """The target in PyTorch operators: what the native library computes, written plainly.
 
-An `OperatorTarget` is used where a `Target` is: by an `OperatorDraft`, and by an engine, which
-walks its trees in Python.
+An `OperatorTarget` is used where a `Target` is, by an engine too, which walks its trees in Python.
 
 Letters: M rows of one forward, R rows whose logits are asked for, V vocabulary, Ht hidden.
 """
