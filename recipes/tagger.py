@@ -6,9 +6,8 @@
 data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universalner.org; the Broad
 Twitter Corpus, github.com/GateNLP/broad_twitter_corpus; WikiGold, on the authors' pages), and
 prompts (`gsm8k_train`, `tldr`, `self_dialogue`, `instructions`; as `benchmarks/natural.py` reads
-them). Without it only made-up texts are used. It takes an hour on two cores. The packaged weights
-had seven passes over fewer texts and then, with `--start`, 3 passes over 65 % of these and 1.8 over
-75 %, the last of which had the sentences whose pronouns are names.
+them). Without it only made-up texts are used. It takes half an hour on one core that nothing else
+uses. What it saves as it goes is gone on from when it is started again.
 """
 
 from __future__ import annotations
