@@ -87,6 +87,12 @@ def test_what_is_nobodys_stays(text):
     assert Detector(PrivacyConfig()).find(text) == []
 
 
+def test_a_greek_question_is_no_code_for_its_sign():
+    text = "Καλησπέρα, με λένε Μαρία Παππά. Πού είναι το έντυπο;"
+    found = Detector(PrivacyConfig()).find(text)
+    assert [text[one.start : one.end] for one in found] == ["Μαρία Παππά"]
+
+
 # The arithmetic
 
 
