@@ -6,7 +6,8 @@
 data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universalner.org; the Broad
 Twitter Corpus, github.com/GateNLP/broad_twitter_corpus; WikiGold, on the authors' pages), and
 prompts (`gsm8k_train`, `tldr`, `self_dialogue`, `instructions`; as `benchmarks/natural.py` reads
-them). Without it only made-up texts are used. It takes about a quarter of an hour of one core. What it saves as it goes is gone on from when it is started again.
+them). Without it only made-up texts are used. It takes about a quarter of an hour of one core, and
+goes on from what it saved when it is started again. The packaged weights are older (weights/README).
 """
 
 from __future__ import annotations
