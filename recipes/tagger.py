@@ -7,7 +7,7 @@ data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universal
 Twitter Corpus, github.com/GateNLP/broad_twitter_corpus; WikiGold, on the authors' pages), and
 prompts (`gsm8k_train`, `tldr`, `self_dialogue`, `instructions`; as `benchmarks/natural.py` reads
 them). Without it only made-up texts are used. It takes about a quarter of an hour of one core, and
-goes on from what it saved when it is started again. The packaged weights are older (weights/README).
+goes on from what it saved when it is started again. The packaged weights are older.
 """
 
 from __future__ import annotations
