@@ -47,33 +47,14 @@ NUM_FAMILY = 30_000  # the census' most frequent family names that are used
 NUM_COMMON = 12_000  # English words that are used
 NUM_WORDS = 300  # of them the first, which are words even where they are names ("will", "may")
 NUM_TOWN = 15_000  # people; smaller towns are in no list
-NO_NAME = frozenset(
-    [
-        "de",
-        "la",
-        "el",
-        "le",
-        "der",
-        "die",
-        "das",
-        "van",
-        "von",
-        "del",
-        "da",
-        "do",
-        "dos",
-        "den",
-        "san",
-        "santa",
-        "al",
-    ]
-)
+NO_NAME = frozenset(FILL["particles"].split())
+RENAMED = 0.65  # of the labelled sentences with a name: the share that gets other names
 CHARACTERS = 500  # of an unlabelled text that are read
 # Sets and sources of prompts in which whoever is named is public, invented or in a word problem
 KEPT = {
     "gsm8k_train": (3000, ""),
     "tldr": (2000, ""),
-    "self_dialogue": (7000, ""),
+    "self_dialogue": (12_000, ""),
     "instructions": (
         10_000,
         "classic-books python-docs-fr python-docs-es python-docs-en opensource.guide-de banking77"
@@ -309,6 +290,7 @@ class Writer:
             "year": lambda: str(chance.randint(1750, 2026)),
             "day": lambda: str(chance.randint(1, 28)),
             "letter": lambda: chance.choice("ABCDEFGHIJKLMNOPRSTVWZ"),
+            "lb": lambda: "[", "rb": lambda: "]",
             "digit": lambda: chance.choice("0123456789"),
             "state": lambda: chance.choice(FILL["states"].split()),
             "city": self._town, "country": lambda: chance.choice(countries()),
@@ -344,7 +326,7 @@ class Writer:
     # Kinds of texts
 
     def english(self, count: int) -> Iterator[Text]:
-        """One to four lines of the templates, sections by their weight; names of "kept" stay."""
+        """One to four lines of the templates, sections by their weight; a kept one's names stay."""
         chance = self._chance
         sections = read_templates(TEMPLATES.read_text(encoding="utf-8"))
         weights = [weight for _, weight, _ in sections]
@@ -353,8 +335,8 @@ class Writer:
             for name, _, lines in chance.choices(sections, weights, k=chance.choice((1, 1, 2, 3))):
                 if made.text:
                     made.add(Text(chance.choice((". ", " ", "\n", ".\n", "? ", "\n\n"))))
-                made.add(self.fill(chance.choice(lines), is_kept=name == "kept"))
-                if name == "kept":
+                made.add(self.fill(chance.choice(lines), is_kept=name.startswith("kept")))
+                if name.startswith("kept"):
                     break
             yield self._styled(made)
 
@@ -423,15 +405,21 @@ class Writer:
             if not UNFIT.search(match[0]) and (made := self.named(Text(match[0]), "en")):
                 yield self._styled(made)
 
-    def renamed(self, text: Text, language: str) -> Text:
-        """The text with other persons in the same places."""
+    def renamed(self, text: Text, language: str, pool: dict[str, list[str]]) -> Text:
+        """The text with other persons, places and organisations in the same spans. pool: by type,
+        those of other sentences of the language.
+        """
         locale = self._chance.choice(LANGUAGES[language][0].split())
-        country = self.country(locale if self._chance.random() < 0.5 else self._latin())
+        is_own = language == "zh" or self._chance.random() < 0.6
+        country = self.country(locale if is_own else self._latin())
         made, end = Text(), 0
         for start, stop, type in text.spans:
             value = text.text[start:stop]
-            if type == PERSON:
-                some = (country.full,) if " " in value else (country.given, country.family)
+            if self._chance.random() < 0.4:
+                value = self._chance.choice(pool[type])
+            elif type == PERSON:
+                is_full = " " in value or language == "zh"
+                some = (country.full,) if is_full else (country.given, country.family)
                 value = self._chance.choice(some)()
             made.add(Text(text.text[end:start]))
             made.add(Text(value, [(0, len(value), type)]))
@@ -491,6 +479,12 @@ def gold_texts(folder: Path, writer: Writer, seed: int) -> Iterator[Text]:
     by_language: dict[tuple[str, str], list[Text]] = {}
     for name, language, text in gold(folder, held_back=False):
         by_language.setdefault((name, language), []).append(text)
+    pools: dict[str, dict[str, list[str]]] = {}
+    for (_, language), texts in by_language.items():
+        for text in texts:
+            for start, end, type in text.spans:
+                names = pools.setdefault(language, {}).setdefault(type, [])
+                names.append(text.text[start:end])
     for (_, language), texts in by_language.items():
         for _ in range(LANGUAGES[language][1]):
             chance.shuffle(texts)
@@ -501,11 +495,12 @@ def gold_texts(folder: Path, writer: Writer, seed: int) -> Iterator[Text]:
                 for other, _ in zip(rest, range(chance.choice((0, 0, 0, 1, 2, 4))), strict=False):
                     made.add(Text("" if language == "zh" else chance.choice(" \n")))
                     made.add(other)
-                yield made
-                if not made.unknown and (again := writer.named(made, language)):
-                    yield again
-                if made.spans and language != "zh" and chance.random() < 0.5:
-                    yield writer.renamed(made, language)
+                is_changed = made.spans and not made.unknown and chance.random() < RENAMED
+                yield writer.renamed(made, language, pools[language]) if is_changed else made
+                if not made.unknown and chance.random() < 0.5:
+                    again = writer.named(made, language)
+                    if again:
+                        yield again
 
 
 def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[tuple[str, Text]]:
@@ -518,10 +513,7 @@ def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[tuple[str, Te
             turns = [one["content"] for one in row["messages"] if one["role"] == "user"]
             text, source = "\n".join(turns), row.get("source", "")
             is_wanted = not sources or source in sources.split()
-            may_be_private = source in ("templates", "") and name in (
-                "instructions",
-                "self_dialogue",
-            )
+            may_be_private = source == "templates"
             if (
                 not is_wanted
                 or str(number) in read.get(name, ())

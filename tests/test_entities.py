@@ -36,6 +36,11 @@ FOUND = {
         "你好，我叫⟨王丽华⟩。",
         "اسمي ⟨محمد العلي⟩ وأحتاج إلى مساعدة.",
         "제 이름은 ⟨김민수⟩입니다.",
+        "저는 ⟨김민수⟩라고 합니다. 택배가 늦어요.",
+        "Mijn volledige naam is ⟨Jan de Wit⟩.",
+        "Το πλήρες όνομά μου είναι ⟨Μαρία Παππά⟩.",
+        "השם המלא שלי הוא ⟨דנה כהן⟩.",
+        "鍵が届きません。⟨鈴木太郎⟩と申します。",
     ],
     "STREET_ADDRESS": [
         "please ship it to ⟨12 Main St, Springfield, IL 62701⟩",
@@ -80,6 +85,12 @@ def test_names_addresses_and_places_are_found_whole(type, text):
 def test_what_is_nobodys_stays(text):
     """Options, tables of towns, eponyms, and people that a problem or a question is about."""
     assert Detector(PrivacyConfig()).find(text) == []
+
+
+def test_a_greek_question_is_no_code_for_its_sign():
+    text = "Καλησπέρα, με λένε Μαρία Παππά. Πού είναι το έντυπο;"
+    found = Detector(PrivacyConfig()).find(text)
+    assert [text[one.start : one.end] for one in found] == ["Μαρία Παππά"]
 
 
 # The arithmetic

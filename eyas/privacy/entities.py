@@ -13,7 +13,7 @@ import numpy as np
 
 from eyas.privacy.findings import Finding, join_overlaps
 from eyas.privacy.spelling import joined
-from eyas.privacy.tagger import IS_SINGLE, LABELS, MARKS, TYPES, Floats, Token, tagger, tokenize
+from eyas.privacy.tagger import IS_SINGLE, LABELS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
 THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
@@ -41,14 +41,9 @@ INTRODUCES = re.compile(
     r"(?P<name>(?:[^\W\d_]\.|[^\W\d_][\w'’-]*)(?: (?:[^\W\d_]\.|[^\W\d_][\w'’-]*)){0,3})",
     re.I,
 )
-UNCASED = re.compile(  # the same in scripts without capitals
-    r"(?:我叫|我的名字[叫是])(?P<zh>[\u4e00-\u9fff·]{2,4}?)(?=[，,。.！!\s、；;]|$)"
-    r"|名前は\s?(?P<ja>[\u3040-\u30ff\u4e00-\u9fff\s]{2,10}?)(?=です|と申|といい|。)"
-    r"|제 이름은 (?P<ko>[\uac00-\ud7af ]{2,6}?)(?=입니다|이에요|예요|이고|[.,])"
-    r"|(?:ผม|ฉัน|ดิฉัน)ชื่อ\s?(?P<th>[\u0e00-\u0e7f]+(?: [\u0e00-\u0e7f]+)?)"
-    r"|(?<!\w)(?:اسمي|نام من|اسم من|שמי|קוראים לי)\s+(?P<ar>[^\W\d_]+(?: [^\W\d_]+)?)"
-    rf"|मेरा नाम (?P<hi>(?:[^\W\d_]|[{MARKS}])+(?: (?:[^\W\d_]|[{MARKS}])+)?)(?= है|[।,.])"
-)
+# Between the capitals of a name
+PARTICLES = re.compile(r"d[aeio]|dos|del(?:la)?|l[ae]|van|von|de[rn]|ter|bin|al")
+UNCASED = re.compile(joined("introduces uncased"))  # a group for each script without capitals
 # A postcode behind its word, of which a street's number and name are no part.
 POSTCODES = re.compile(
     r"(?<!\w)(?:(?:zip[ -]?codes?|post(?:al)?[ -]?codes?|postleitzahl|code postal|código postal)"
@@ -91,11 +86,15 @@ def introduced(text: str) -> Iterator[Finding]:
     """Names behind words that announce one: as many as have capitals, where a script has these."""
     for match in INTRODUCES.finditer(text):
         words = match["name"].split(" ")
-        capitals = " ".join(itertools.takewhile(lambda word: word[0].isupper(), words))
-        if capitals:
-            yield Finding("PERSON", match.start("name"), match.start("name") + len(capitals))
+        name = [
+            *itertools.takewhile(lambda word: word[0].isupper() or PARTICLES.fullmatch(word), words)
+        ]
+        while name and not name[-1][0].isupper():
+            name.pop()
+        if name:
+            yield Finding("PERSON", match.start("name"), match.start("name") + len(" ".join(name)))
     for match in () if text.isascii() else UNCASED.finditer(text):
-        yield Finding("PERSON", *match.span(match.lastgroup or 0))
+        yield Finding("PERSON", *match.span(match.lastindex or 0))
 
 
 def tagged(texts: Sequence[str]) -> Iterator[tuple[int, int, list[Token], Floats]]:

@@ -34,10 +34,17 @@ def passages(texts: Sequence[str]) -> list[list[Passage]]:
     spoken = language("\n".join(filter(None, texts)))
     found: list[list[Passage]] = []
     for text in texts:
-        edges = [0, *(edge for span in code_spans(text) for edge in span), len(text)]
+        code = (span for span in code_spans(text) if not is_foreign(text[slice(*span)]))
+        edges = [0, *itertools.chain.from_iterable(code), len(text)]
         parts = (
             Passage(start, end, CODE_ONLY if number % 2 else spoken)
             for number, (start, end) in enumerate(itertools.pairwise(edges))
         )
         found.append([one for one in parts if one.start < one.end])
     return found
+
+
+def is_foreign(text: str) -> bool:
+    """Whether most letters are none of ASCII: a Greek question ends in the sign of a statement."""
+    letters = [*filter(str.isalpha, text)]
+    return 2 * sum(map(str.isascii, letters)) < len(letters)
