@@ -30,6 +30,7 @@ import random
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,6 +38,7 @@ from typing import Any
 import held_out
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eyas import hub
@@ -67,7 +69,7 @@ NAMES = [
     )
 ]
 # by kind, what may stand at each token of the secret
-KINDS = {
+KINDS: dict[str, list[Any]] = {
     "account number": ["0123456789"] * 10,
     "recovery key": ["0123456789", "bdfhkmprtx"] * 5,
     "doctor": NAMES,
@@ -79,43 +81,12 @@ SURE = 10.0  # how far above all others the logit of the text's token is, where 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    place: str
-    kind: str
-    repeats: int
-    who: str
-    secret: tuple[str, ...]
-
-    def turns(self, place: str, opening: str = "") -> tuple[str, str]:
-        space = "" if self.kind == "doctor" else " "
-        told = f"The {self.kind} of {self.who} is{space}{''.join(self.secret)}."
-        asked = f"{opening}What is the {self.kind} of {self.who}?"
-        return {
-            "answer": (asked, told),
-            "echo": (f"{told} {asked}", told),
-            "prompt": (f"{opening}{told} Please keep it to yourself.", "I will not tell anybody."),
-        }[place]
-
-
-def invented() -> list[Canary]:
-    rng = random.Random(0)
-    count = len(PLACES) * len(KINDS) * len(REPEATS)
-    people = [one[1:] + other for one in NAMES[0] + NAMES[1] for other in NAMES[2] + NAMES[3]]
-    made = []
-    for number, who in enumerate(rng.sample(people, count)):
-        turn, kind = number // len(PLACES), [*KINDS][number // len(PLACES) % len(KINDS)]
-        secret = tuple(map(rng.choice, KINDS[kind]))
-        repeats = REPEATS[turn % len(REPEATS)]
-        made.append(Canary(PLACES[number % len(PLACES)], kind, repeats, who, secret))
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """A canary with its features: to train on, by opening, and of the attack, whose secret begins
-    at this column; and the ids that may stand at each token of the secret, its own first.
+    """samples: to train on, by opening. begin: the column of the attack where the secret begins.
+    choices: the ids that may stand at each of its tokens, its own first.
     """
 
-    canary: Canary
+    place: str
+    repeats: int
     samples: tuple[Sample, ...]
     attack: Sample
     begin: int
@@ -126,39 +97,47 @@ class Planted:
         return [of[0] for of in self.choices]
 
 
-def planted(args: argparse.Namespace, vocabulary: TargetVocabulary) -> list[Planted]:
+def planted(args: argparse.Namespace, vocabulary: TargetVocabulary) -> list[Canary]:
     """Computed once, and kept."""
-    canaries = invented()
-    digest = hashlib.sha256(f"{args.target} {canaries} {OPENINGS}".encode()).hexdigest()[:8]
-    kept = args.folder / f"canaries-{digest}.pt"
+    kept = args.folder / f"canaries-{args.canaries}.pt"
     if kept.exists():
         return list(torch.load(kept, weights_only=False))
     folder = hub.resolve_target(args.target)
-    chat, decoder, found = Chat(folder), OwnDecoder.load(folder, "bfloat16"), []
+    chat, decoder, made = Chat(folder), OwnDecoder.load(folder, "bfloat16"), []
 
-    def sample(canary: Canary, place: str, opening: str = "") -> Sample:
-        said = zip(("user", "assistant"), canary.turns(place, opening), strict=True)
+    def token(text: str) -> int:
+        (found,) = chat.tokenizer.encode(text, add_special_tokens=False).ids
+        return int(found)
+
+    def sample(key: str, *turns: str) -> Sample:
+        said = zip(("user", "assistant"), turns, strict=True)
         prompt, answer = chat.answered([{"role": role, "content": text} for role, text in said])
-        ids = [*prompt, *answer]
-        states, mask = decoder.states([ids]), torch.arange(len(ids)) >= len(prompt)
-        aux, last = (
-            one[0, : len(ids)].bfloat16() for one in (states.aux_hidden, states.last_hidden)
-        )
-        best = vocabulary.best(last).int()
-        return Sample(canary.who, torch.tensor(ids).int(), mask, aux, last, "canaries", best)
+        states, ids = decoder.states([[*prompt, *answer]]), torch.tensor([*prompt, *answer])
+        aux, last = (one[0].bfloat16() for one in (states.aux_hidden, states.last_hidden))
+        mask, best = torch.arange(len(ids)) >= len(prompt), vocabulary.best(last).int()
+        return Sample(key, ids.int(), mask, aux, last, "canaries", best)
 
-    for canary in canaries:
-        choices = []
-        for own, slot in zip(canary.secret, KINDS[canary.kind], strict=True):
-            parts = [own, *(part for part in slot if part != own)]
-            choices.append([chat.tokenizer.encode(p, add_special_tokens=False).ids for p in parts])
-        choices = [[token for (token,) in of] for of in choices]  # a token each
-        attack = sample(canary, "answer")
+    rng = random.Random(0)
+    people = [one[1:] + other for one in NAMES[0] + NAMES[1] for other in NAMES[2] + NAMES[3]]
+    for number, who in enumerate(rng.sample(people, args.canaries)):
+        turn, place = number // len(PLACES), PLACES[number % len(PLACES)]
+        kind = [*KINDS][turn % len(KINDS)]
+        secret = [rng.choice(of) for of in KINDS[kind]]
+        told = f"The {kind} of {who} is{'' if kind == 'doctor' else ' '}{''.join(secret)}."
+        asked = f"What is the {kind} of {who}?"
+        turns = {
+            "answer": (asked, told),
+            "echo": (f"{told} {asked}", told),
+            "prompt": (f"{told} Please keep it to yourself.", "I will not tell anybody."),
+        }
+        samples = [sample(who, opening + turns[place][0], turns[place][1]) for opening in OPENINGS]
+        parts = [sorted(of, key=own.__ne__) for own, of in zip(secret, KINDS[kind], strict=True)]
+        choices, attack = [[token(part) for part in of] for of in parts], sample(who, asked, told)
         begin = place_of([of[0] for of in choices], attack)
-        samples = tuple(sample(canary, canary.place, opening) for opening in OPENINGS)
-        found.append(Planted(canary, samples, attack, begin, choices))
-    torch.save(found, kept)
-    return found
+        repeats = REPEATS[turn % len(REPEATS)]
+        made.append(Canary(place, repeats, tuple(samples), attack, begin, choices))
+    torch.save(made, kept)
+    return made
 
 
 def place_of(ids: list[int], sample: Sample) -> int:
@@ -216,12 +195,10 @@ class Try:
     planted: str = "all"
     settings: tuple[str, ...] = ()
 
-    def train(
-        self, target: str, found: list[Planted], features: Features, output: Artifact
-    ) -> None:
+    def train(self, target: str, found: list[Canary], features: Features, output: Artifact) -> None:
         more, vocabulary = [], TargetVocabulary.load(hub.resolve_target(target, True))
         for one in found:
-            times = {"none": 0, "once": 1}.get(self.planted, one.canary.repeats)
+            times = {"none": 0, "once": 1}.get(self.planted, one.repeats)
             samples = one.samples
             if self.planted == "text":
                 samples = tuple(taught_text(vocabulary, sample) for sample in samples)
@@ -234,12 +211,14 @@ class Try:
 
 
 @torch.inference_mode()
-def attacked(head: Head, embed_VH: Tensor, one: Planted) -> dict[str, float]:
+def attacked(head: Head, embed_VH: Tensor, one: Canary) -> dict[str, float]:
     """What the head's drafts have of a canary's secret."""
     tokens_T, ids_W = one.attack.token_ids[: one.begin].long(), head.target_ids_W
     fused_TH = head.fuse(one.attack.aux_hidden[: one.begin - 1].float())
     hidden, past = head(embed_VH[tokens_T[1:]][None], fused_TH[None])
     begin = hidden[:, -1:], *past
+    draft_V = torch.full((len(embed_VH),), len(ids_W))
+    draft_V[ids_W] = torch.arange(len(ids_W))
 
     def behind(states: Sequence[Tensor], of_N: Tensor, chosen_N: Tensor) -> tuple[Tensor, ...]:
         """The states behind these tokens, each behind the node `of`."""
@@ -257,12 +236,12 @@ def attacked(head: Head, embed_VH: Tensor, one: Planted) -> dict[str, float]:
         states = behind(states, lines, ids_W[drafts_N])
     states, scores_N = begin, torch.zeros(1)  # all that could stand there; the secret's is line 0
     for depth, of in enumerate(one.choices[:RANKED]):
-        logs_NV = torch.full((len(scores_N), len(embed_VH)), -math.inf)
-        logs_NV[:, ids_W] = head.logits(states[0][:, 0]).log_softmax(-1)
+        logs_NW = head.logits(states[0][:, 0]).log_softmax(-1)
+        logs_NX = F.pad(logs_NW, (0, 1), value=-math.inf)  # behind W for what is no draft token
         if depth + 1 < RANKED:
             lines = torch.arange(len(scores_N)).repeat_interleave(len(of))
             states = behind(states, lines, torch.tensor(of).repeat(len(scores_N)))
-        scores_N = (scores_N[:, None] + logs_NV[:, of]).flatten()
+        scores_N = (scores_N[:, None] + logs_NX[:, draft_V[of]]).flatten()
     above, equal = ((how(scores_N, scores_N[0])).sum() for how in (torch.gt, torch.eq))
     rank = 1 + float(above) + (float(equal) - 1) / 2
     return {
@@ -274,7 +253,7 @@ def attacked(head: Head, embed_VH: Tensor, one: Planted) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def of_target(vocabulary: TargetVocabulary, one: Planted, sample: Sample) -> dict[str, float]:
+def of_target(vocabulary: TargetVocabulary, one: Canary, sample: Sample) -> dict[str, float]:
     """Bits a token of the secret that the target has in a sample, and whether it is its choice."""
     at, size = place_of(one.ids, sample), len(one.ids)
     logs = vocabulary.logits(sample.last_hidden[at - 1 : at - 1 + size]).log_softmax(-1)
@@ -282,22 +261,20 @@ def of_target(vocabulary: TargetVocabulary, one: Planted, sample: Sample) -> dic
     return {"bits": bits, "greedy": float(logs.argmax(-1).tolist() == one.ids)}
 
 
-def table(found: list[Planted], rows: list[dict[str, float]]) -> dict[str, Any]:
+def table(found: list[Canary], rows: list[dict[str, float]]) -> dict[str, Any]:
     """By place and repeats: sums of what is counted, the mean exposure."""
-    made: dict[str, Any] = {}
-    for place in PLACES:
-        for repeats in sorted(set(REPEATS)):
-            asked = place, repeats
-            pairs = zip(found, rows, strict=True)
-            these = [row for one, row in pairs if (one.canary.place, one.canary.repeats) == asked]
-            line = {name: int(sum(row[name] for row in these)) for name in these[0]}
-            line |= {"of": len(these), "exposure": round(mean(r["exposure"] for r in these), 2)}
-            made.setdefault(place, {})[repeats] = line
+    made: dict[str, dict[int, Any]] = {place: {} for place in PLACES}
+    for place, repeats in product(PLACES, dict.fromkeys(REPEATS)):
+        pairs = zip(found, rows, strict=True)
+        these = [row for one, row in pairs if (one.place, one.repeats) == (place, repeats)]
+        line = {name: round(sum(row[name] for row in these), 2) for name in these[0]}
+        line["exposure"] = round(line["exposure"] / len(these), 2)
+        made[place][repeats] = {"of": len(these), **line}
     return made
 
 
 def measured(
-    head: Path, found: list[Planted], features: Artifact, vocabulary: TargetVocabulary
+    head: Path, found: list[Canary], features: Artifact, vocabulary: TargetVocabulary
 ) -> dict[str, Any]:
     sources = Features(features, "train"), Features(features, "held_out")
     loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
@@ -317,23 +294,25 @@ def measured(
 def main() -> None:
     parser = held_out.feature_arguments(__doc__, prompts=1000)
     parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/leaks"))
+    parser.add_argument("--canaries", type=int, default=99, help="33 or a multiple")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
     args = parser.parse_args()
     if args.quick:
-        args.prompts, args.passes = 40, 1
+        args.prompts, args.canaries, args.passes = min(args.prompts, 40), 33, 1
     logging.disable(logging.INFO)
     features = held_out.captured(args, held_out_share=0.5)
     vocabulary = TargetVocabulary.load(hub.resolve_target(args.target, True))
     found = planted(args, vocabulary)
     tries = [Try("packaged", 0), Try("default", args.passes)]
-    tries += [Try(name, args.passes, name) for name in ("none", "text")]
-    tries += [Try("one pass", 1), Try("once", args.passes, "once")]
+    tries += [Try("text", args.passes, "text"), Try("one pass", 1)]
+    tries += [Try(name, args.passes, name) for name in ("none", "once")]
     for name, _, settings in (recipe.partition(":") for recipe in args.recipe):
         tries.append(Try(name, args.passes, "all", tuple(settings.split())))
     board: dict[str, Any] = {}
     for one in tries[: 3 if args.quick else None]:
-        of = f"{features.manifest().identity} {[each.canary for each in found]} {one}"
+        of = f"{features.manifest().identity} {args.target} {args.canaries} {KINDS} {REPEATS} "
+        of += f"{OPENINGS} {one}"
         folder = args.folder / f"{one.name}-{hashlib.sha256(of.encode()).hexdigest()[:8]}"
         kept = folder / "figures.json"
         if not kept.exists():
@@ -352,7 +331,7 @@ def main() -> None:
         print(json.dumps({one.name: {**board[one.name], "losses": None}}), flush=True)
     for figures in board.values():
         del figures["losses"]
-    echoes = [(one, one.samples[0]) for one in found if one.canary.place == "echo"]
+    echoes = [(one, one.samples[0]) for one in found if one.place == "echo"]
     asked = {"attack": [(one, one.attack) for one in found], "echo": echoes}
     target = {}
     for name, pairs in asked.items():
@@ -362,7 +341,7 @@ def main() -> None:
     size = {
         "answers": len(source),
         "answer_tokens": sum(int(mask.sum()) for _, mask in source.all_tokens()),
-        "canary_rows": sum(one.canary.repeats for one in found),
+        "canary_rows": sum(one.repeats for one in found),
         "machine": held_out.machine(),
     }
     print(json.dumps({"target": args.target, **size, "by_target": target, "heads": board}))
