@@ -47,14 +47,13 @@ from eyas.chat import Chat
 from eyas.cli.options import override
 from eyas.evaluate.membership import Membership, losses
 from eyas.evaluate.walks import AnswerWalks
-from eyas.log import progress_bar
-from eyas.operators.batch import plan_batches
+from eyas.log import progress_bar, quiet
 from eyas.operators.decoder import OwnDecoder
 from eyas.operators.head import Head, load_head
+from eyas.operators.ttt import plain_attention
 from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import validated
 from eyas.shards import Features, Sample
-from eyas.tau import ratio_of_sums, tau_interval
 from eyas.train.trainer import TrainConfig, train
 
 PLACES = ("answer", "echo", "prompt")
@@ -146,20 +145,29 @@ def place_of(ids: list[int], sample: Sample) -> int:
     return max(at for at in range(len(tokens)) if tokens[at : at + len(ids)] == ids)
 
 
-def taught_text(vocabulary: TargetVocabulary, sample: Sample) -> Sample:
+def taught_text(vocabulary: TargetVocabulary, samples: list[Sample]) -> list[Sample]:
     """With last hidden states that make the text's next token the likeliest, by SURE."""
-    rows_VH = vocabulary.lm_head - vocabulary.lm_head.mean(0)
-    spread = rows_VH.T @ rows_VH / len(rows_VH)
+    ids_U = torch.cat([one.token_ids for one in samples]).unique().long()
+    lm_head_VH, at_U1 = vocabulary.lm_head, ids_U[:, None]
+    spread = lm_head_VH.T @ lm_head_VH / len(lm_head_VH)
     spread.diagonal().add_(1e-3 * float(spread.diagonal().mean()))
-    following = sample.token_ids[1:].long()
-    hidden_TH = torch.linalg.solve(spread, rows_VH[following].T).T
-    logits_TV = vocabulary.logits(hidden_TH)
-    own_T = logits_TV.gather(1, following[:, None])
-    above_T = own_T - logits_TV.scatter(1, following[:, None], -math.inf).amax(1, keepdim=True)
-    assert (above_T > 0).all(), sample.key
-    last = torch.cat([hidden_TH * SURE / above_T, sample.last_hidden[-1:]])
-    argmax = torch.cat([following, following.new_tensor([-1])]).int()
-    return replace(sample, last_hidden=last.to(sample.last_hidden.dtype), argmax=argmax)
+    others_UH, hidden_UH = lm_head_VH.mean(0).expand(len(ids_U), -1), 0.0
+    while True:  # away from the likeliest other token, until it is the own one
+        toward_UH = lm_head_VH[ids_U] - others_UH
+        hidden_UH = hidden_UH + torch.linalg.solve(spread, toward_UH.T).T
+        logits_UV = vocabulary.logits(hidden_UH)
+        others_U, best_U = logits_UV.scatter(1, at_U1, -math.inf).max(1)
+        above_U1 = logits_UV.gather(1, at_U1) - others_U[:, None]
+        if (above_U1 > 0).all():
+            break
+        others_UH = torch.where(above_U1 > 0, lm_head_VH[ids_U], lm_head_VH[best_U])
+    hidden_UH = (hidden_UH * SURE / above_U1).bfloat16()
+    made = []
+    for one in samples:
+        following = one.token_ids.long().roll(-1)  # behind the last one nothing is judged
+        last = hidden_UH[torch.searchsorted(ids_U, following)]
+        made.append(replace(one, last_hidden=last, argmax=following.int()))
+    return made
 
 
 class Among:
@@ -196,13 +204,12 @@ class Try:
     settings: tuple[str, ...] = ()
 
     def train(self, target: str, found: list[Canary], features: Features, output: Artifact) -> None:
-        more, vocabulary = [], TargetVocabulary.load(hub.resolve_target(target, True))
+        more, vocabulary = list[Sample](), TargetVocabulary.load(hub.resolve_target(target, True))
         for one in found:
             times = {"none": 0, "once": 1}.get(self.planted, one.repeats)
-            samples = one.samples
-            if self.planted == "text":
-                samples = tuple(taught_text(vocabulary, sample) for sample in samples)
-            more += [samples[number % len(OPENINGS)] for number in range(times)]
+            more += [one.samples[number % len(OPENINGS)] for number in range(times)]
+        if self.planted == "text":
+            more = taught_text(vocabulary, more)
         batches = {"tokens": 2048, "packed": True}
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
         config = validated(TrainConfig, override(settings, self.settings), self.name)
@@ -215,28 +222,32 @@ def attacked(head: Head, embed_VH: Tensor, one: Canary) -> dict[str, float]:
     """What the head's drafts have of a canary's secret."""
     tokens_T, ids_W = one.attack.token_ids[: one.begin].long(), head.target_ids_W
     fused_TH = head.fuse(one.attack.aux_hidden[: one.begin - 1].float())
-    hidden, past = head(embed_VH[tokens_T[1:]][None], fused_TH[None])
-    begin = hidden[:, -1:], *past
+    hidden, ((keys,), (values,)) = head(embed_VH[tokens_T[1:]][None], fused_TH[None])
+    begin = [hidden[0, -1:]]  # a node's state, then the keys and the values of the way to it
     draft_V = torch.full((len(embed_VH),), len(ids_W))
     draft_V[ids_W] = torch.arange(len(ids_W))
 
-    def behind(states: Sequence[Tensor], of_N: Tensor, chosen_N: Tensor) -> tuple[Tensor, ...]:
+    def behind(states: list[Tensor], of_N: Tensor, chosen_N: Tensor) -> list[Tensor]:
         """The states behind these tokens, each behind the node `of`."""
-        hidden, keys, values = (each[of_N] for each in states)
-        hidden, past = head(embed_VH[chosen_N][:, None], hidden, (keys, values))
-        return hidden, *past
+        hidden_NH, *own = (each[of_N] for each in states)
+        x_NX, i = head.inputs(embed_VH[chosen_N], hidden_NH), len(own) // 2
+        turn = head.rotation(torch.full((len(x_NX),), len(keys) + i))
+        own = [*own[:i], head.keys(x_NX, turn), *own[i:], head.values(x_NX)]
+        unseen_NT = torch.zeros(len(x_NX), len(keys), dtype=torch.bool)
+        mixed = plain_attention(unseen_NT, head.queries(x_NX, turn), keys, values, *own)
+        return [head.output(hidden_NH, mixed), *own]
 
     rng, lines = torch.Generator().manual_seed(0), torch.arange(1 + DRAWS)
-    states, is_whole = tuple(each.expand(len(lines), *each.shape[1:]) for each in begin), True
+    states, is_whole = [begin[0].expand(len(lines), -1)], torch.ones(len(lines)).bool()
     for token in one.ids:  # line 0 is the greedy draft
-        logits_NW = head.logits(states[0][:, 0])
+        logits_NW = head.logits(states[0])
         drafts_N = torch.multinomial(logits_NW.softmax(-1), 1, generator=rng).squeeze(1)
         drafts_N[0] = logits_NW[0].argmax()
         is_whole = (ids_W[drafts_N] == token) & is_whole
         states = behind(states, lines, ids_W[drafts_N])
     states, scores_N = begin, torch.zeros(1)  # all that could stand there; the secret's is line 0
     for depth, of in enumerate(one.choices[:RANKED]):
-        logs_NW = head.logits(states[0][:, 0]).log_softmax(-1)
+        logs_NW = head.logits(states[0]).log_softmax(-1)
         logs_NX = F.pad(logs_NW, (0, 1), value=-math.inf)  # behind W for what is no draft token
         if depth + 1 < RANKED:
             lines = torch.arange(len(scores_N)).repeat_interleave(len(of))
@@ -253,12 +264,11 @@ def attacked(head: Head, embed_VH: Tensor, one: Canary) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def of_target(vocabulary: TargetVocabulary, one: Canary, sample: Sample) -> dict[str, float]:
-    """Bits a token of the secret that the target has in a sample, and whether it is its choice."""
+def bits(vocabulary: TargetVocabulary, one: Canary, sample: Sample) -> float:
+    """Of each token of the secret in a sample, by the target's distribution."""
     at, size = place_of(one.ids, sample), len(one.ids)
     logs = vocabulary.logits(sample.last_hidden[at - 1 : at - 1 + size]).log_softmax(-1)
-    bits = -float(logs[range(size), one.ids].mean()) / math.log(2)
-    return {"bits": bits, "greedy": float(logs.argmax(-1).tolist() == one.ids)}
+    return -float(logs[range(size), one.ids].mean()) / math.log(2)
 
 
 def table(found: list[Canary], rows: list[dict[str, float]]) -> dict[str, Any]:
@@ -274,17 +284,18 @@ def table(found: list[Canary], rows: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def measured(
-    head: Path, found: list[Canary], features: Artifact, vocabulary: TargetVocabulary
+    args: argparse.Namespace,
+    head: Path,
+    found: list[Canary],
+    features: Artifact,
+    vocabulary: TargetVocabulary,
 ) -> dict[str, Any]:
     sources = Features(features, "train"), Features(features, "held_out")
     loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
     walks = AnswerWalks.load(vocabulary, head, (), DRAFTS, sources[1])
-    for samples in sources[1].batches(plan_batches(sources[1].lengths, 4096, "leaks")):
-        walks.add(samples, [""] * len(samples))
-    counts = [[one.counts.emitted, one.counts.rounds] for one in walks.of_chain]
+    of_chain = walks.measure(sources[1], Chat(hub.resolve_target(args.target)), quiet)
     return {
-        "tau": float(ratio_of_sums(np.array(counts))),
-        "tau_interval": tau_interval(*zip(*counts, strict=True)),
+        **{name: of_chain[name] for name in ("tau", "tau_interval")},
         "draft_tokens": loaded.config.draft_vocab_size,
         "losses": [losses(loaded, vocabulary, source) for source in sources],
         "canaries": table(found, [attacked(loaded, vocabulary.embed_tokens, one) for one in found]),
@@ -305,8 +316,8 @@ def main() -> None:
     vocabulary = TargetVocabulary.load(hub.resolve_target(args.target, True))
     found = planted(args, vocabulary)
     tries = [Try("packaged", 0), Try("default", args.passes)]
-    tries += [Try("text", args.passes, "text"), Try("one pass", 1)]
-    tries += [Try(name, args.passes, name) for name in ("none", "once")]
+    tries += [Try(name, args.passes, name) for name in ("text", "none", "once")]
+    tries += [Try("one pass", 1)] if args.passes > 1 else []
     for name, _, settings in (recipe.partition(":") for recipe in args.recipe):
         tries.append(Try(name, args.passes, "all", tuple(settings.split())))
     board: dict[str, Any] = {}
@@ -322,7 +333,7 @@ def main() -> None:
                 head = folder / "head"
                 one.train(args.target, found, Features(features), Artifact(str(head)))
             figures = {"train_cpu_s": round(time.process_time() - began)}
-            kept.write_text(json.dumps(figures | measured(head, found, features, vocabulary)))
+            kept.write_text(json.dumps(figures | measured(args, head, found, features, vocabulary)))
         board[one.name] = json.loads(kept.read_text())
         sides = board[one.name]["losses"]
         both = [np.subtract(*pair) for pair in zip(sides, board["packaged"]["losses"], strict=True)]
@@ -331,20 +342,18 @@ def main() -> None:
         print(json.dumps({one.name: {**board[one.name], "losses": None}}), flush=True)
     for figures in board.values():
         del figures["losses"]
-    echoes = [(one, one.samples[0]) for one in found if one.place == "echo"]
-    asked = {"attack": [(one, one.attack) for one in found], "echo": echoes}
-    target = {}
-    for name, pairs in asked.items():
-        rows = [of_target(vocabulary, *pair) for pair in pairs]
-        target[name] = {key: round(mean(row[key] for row in rows), 3) for key in rows[0]}
     source = Features(features, "train")
-    size = {
+    size: dict[str, Any] = {
         "answers": len(source),
         "answer_tokens": sum(int(mask.sum()) for _, mask in source.all_tokens()),
         "canary_rows": sum(one.repeats for one in found),
+        "bits_by_target": mean(bits(vocabulary, one, one.attack) for one in found),
+        "bits_by_target_in_echo": mean(
+            bits(vocabulary, one, one.samples[0]) for one in found if one.place == "echo"
+        ),
         "machine": held_out.machine(),
     }
-    print(json.dumps({"target": args.target, **size, "by_target": target, "heads": board}))
+    print(json.dumps({"target": args.target, **size, "heads": board}))
 
 
 if __name__ == "__main__":
