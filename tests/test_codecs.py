@@ -244,7 +244,7 @@ def test_bytes_of_another_making_are_an_error(tmp_path, codec):
     features = features_of(str(tmp_path / "features"), meta_of(codec), [sample_of(0, 30)])
     other = meta_of("raw")
     layers, kept = layers_of(sample_of(0, 30), other)
-    features._codec = Lying(other.coder().encode(layers, kept), features._codec)
+    features.codec = Lying(other.coder().encode(layers, kept), features.codec)
     with pytest.raises(CorruptError, match="sample-0"):
         features[0]
 

@@ -15,12 +15,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eyas.artifact import Artifact
 from eyas.cli.options import HeadArgument, JsonAlone, TargetOption
 from eyas.errors import ConfigError, EyasError, extra
-from eyas.export.check import LEVELS, OWN_ENGINE, CheckFinding, check, exit_code, replayed_by
+from eyas.export.check import (
+    LEVELS,
+    OWN_ENGINE,
+    CheckFinding,
+    check,
+    exit_code,
+    in_order,
+    replayed_by,
+)
 from eyas.export.engines import ENGINES
 from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict, why_findings
 from eyas.log import Track, progress_bar
+
+MOST_AUC = 0.53  # of membership, that is told as a note
 
 TextFile = Annotated[
     Path | None,
@@ -45,6 +56,14 @@ def command(
             help="find the cause of a low tau: replay common mistakes, one at a time",
         ),
     ] = False,
+    leaks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FEATURES",
+            help="features that the head was trained on: does its loss tell their answers from "
+            "held-out ones?",
+        ),
+    ] = None,
     as_json: JsonAlone = False,
 ) -> None:
     """Find faults of a head. Exit code 0: none, or notes; 1: warnings; 2: errors."""
@@ -56,6 +75,7 @@ def command(
             replayed, why_not = (
                 _replayed(head, target, text, track, why) if replay else ([], "not asked for")
             )
+            leak = [_leak(head, target, leaks)] if leaks else []
     except EyasError as error:
         if as_json:
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
@@ -63,6 +83,7 @@ def command(
         raise
     reasons = list(why_findings(replayed)) if why else None
     findings = verdict(findings, replayed, reasons)
+    findings = in_order([*findings, *leak])
     by = replayed_by(target)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
@@ -81,6 +102,24 @@ def _replayed(
     replay = importlib.import_module("eyas.export.replay")
     found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track, why)
     return found
+
+
+def _leak(head: str, target: str, features: str) -> CheckFinding:
+    """A warning where the membership AUC is above MOST_AUC for certain."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("--leaks needs PyTorch", extra("train"))
+    measured = importlib.import_module("eyas.evaluate.membership").membership
+    found = measured(head, target, Artifact(features))
+    low, high = found.interval
+    what = (
+        f"membership AUC {found.auc:.2f} ({low:.2f}-{high:.2f}): how often the loss of an answer "
+        f"that it was trained on is below that of one held out; .5 is a guess ({found.trained:,} "
+        f"and {found.held_out:,} answers)"
+    )
+    if low <= MOST_AUC:
+        return CheckFinding("note", what, "nothing to do")
+    hint = "fewer passes or more distinct answers lower it; see docs/production.md"
+    return CheckFinding("warning", what, hint)
 
 
 def report(

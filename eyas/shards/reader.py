@@ -75,7 +75,7 @@ class Features:
             raise CorruptError(
                 f"{artifact.url}/{index_name(split)} is no index of features", AGAIN
             ) from error
-        self._codec = self.meta.coder(tables) if self.entries else None
+        self.codec = self.meta.coder(tables) if self.entries else None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -122,7 +122,7 @@ class Features:
         if not _matches(data, entry):
             raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
         try:
-            return decode_sample(data, entry, self.meta, self._codec)
+            return decode_sample(data, entry, self.meta, self.codec)
         except ValueError as error:
             raise CorruptError(f"{self._named(entry)} cannot be decoded: {error}", AGAIN) from error
 
