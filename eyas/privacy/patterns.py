@@ -98,6 +98,7 @@ ACCOUNT_NUMBER = re.compile(
     r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
     re.I,
 )
+SIX_DIGITS = re.compile(r"\d[\d -]{4,22}\d")
 # What stands behind the word alone as well: dates, years, sums.
 NO_ACCOUNT = re.compile(
     r"(?:19|20)\d\d[- ](?:(?:19|20)\d\d|\d\d?[- ]\d\d?)(?!\d)|\d\d?[- ]\d\d?[- ](?:19|20)\d\d(?!\d)"
@@ -148,6 +149,8 @@ NO_PHONE = re.compile(
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
+# Two numbers side by side have ten groups at most; more are a row of a table of numbers.
+ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
@@ -292,7 +295,7 @@ def accounts(text: str) -> Iterator[Span]:
             if iban.is_valid("".join(text[place] for place in places[:length]), False):
                 yield start, last
                 break
-    for match in ACCOUNT_NUMBER.finditer(text):
+    for match in ACCOUNT_NUMBER.finditer(text) if SIX_DIGITS.search(text) else ():
         if not (match["word"] and NO_ACCOUNT.match(text, match.start("value"))):
             yield match.span("value")
 
@@ -318,16 +321,16 @@ def phones(text: str) -> Iterator[Span]:
     such as "call".
     """
     if MAYBE_PHONE.search(text):
-        place = 0
+        place, rows = 0, [row.span() for row in ROW.finditer(text)]
         while run := PHONE.search(text, place):
-            found = _phones_in(text, *run.span())
+            found = _phones_in(text, *run.span(), rows)
             yield from found
             place = found[-1][1] if found else run.end()  # a run may be cut within a number
 
 
-def _phones_in(text: str, start: int, end: int) -> list[Span]:
+def _phones_in(text: str, start: int, end: int, rows: Sequence[Span]) -> list[Span]:
     """The telephone numbers in the run of digits at [start, end): from the left, the longest each
-    time.
+    time; in `rows` only beside a cue.
 
     One begins where the run does, after a space, or with a bracket or plus; it ends where the next
     could begin.
@@ -342,6 +345,9 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
     found: list[Span] = []
     for first, begin in enumerate(starts):
         if found and begin < found[-1][1]:
+            continue
+        row = bisect.bisect_right(rows, (begin, len(text))) - 1
+        if not has_cue and row >= 0 and begin < rows[row][1]:
             continue
         before = bisect.bisect_left(places, begin)
         for last in reversed(ends[first : first + LONGEST_PHONE]):
@@ -430,6 +436,8 @@ def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
     groups = re.findall(r"\d+", value)
     if len(groups) == 1 and not (is_spoken and len(value) >= LONGEST_BARE):
         return False
+    if not is_spoken and not _groups_of(region).fullmatch(" ".join(groups)):
+        return False
     number = _parsed(region, value)
     if number is None or not phonenumbers.is_valid_number(number):
         return False
@@ -439,6 +447,16 @@ def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
         return True
     is_mobile = phonenumbers.number_type(number) == phonenumbers.PhoneNumberType.MOBILE
     return is_spoken and is_mobile and (len(groups) == 1 or {*map(len, groups)} == {3})
+
+
+@functools.cache
+def _groups_of(region: str) -> re.Pattern[str]:
+    """The groups of digits of a country, a trunk 0 before the first: what has none of them is no
+    number there, and phonenumbers, which takes .2 ms, is not asked.
+    """
+    forms = phonenumbers.PhoneMetadata.metadata_for_region(region).number_format
+    groups = {form.pattern.replace(")(", " ").strip("()") for form in forms}
+    return re.compile("|".join(f"(?:0 ?)?{one}" for one in sorted(groups) if " " in one))
 
 
 def _is_valid(region: str, value: str) -> bool:

@@ -23,7 +23,7 @@ SECRET_GROUP = 16
 
 OURS = [re.compile(rf"(?<![A-Za-z0-9])(?:{written})") for written in LISTS["keys"]]
 # Any of the patterns above needs so many such characters in a row, a digit among them.
-RUN = re.compile(r"[\w+/=~.:-]{16,}")
+RUN = re.compile(r"[\w+/=~%.:-]{12,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
 NAMED = re.compile(
@@ -56,19 +56,6 @@ MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
 SEED_WORDS = range(12, 25, 3)
 WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
-# In small letters, of what a pattern above needs one
-KEY_NAMES = (
-    "key",
-    "token",
-    "secret",
-    "authorization",
-    "client(",
-    "cookie",
-    "openai(",
-    "anthropic(",
-)
-SEED_NAMES = ("phrase", "word", "mnemonic", "seed")
-
 ELSEWHERE = joined("password_elsewhere")
 WORDS = f"{joined('password')}|{ELSEWHERE}"
 # Between such a word and the value, in the languages of the words.
@@ -140,13 +127,11 @@ ALGORITHM = re.compile(
     r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
     re.I,
 )
-# Of what the patterns above need one, in small letters; or ELSEWHERE
-PASSWORD_NAMES = (
-    "pass", "pw", "wort", "woord", "cred", "login", "log in", "zugangsdaten", "identifiants",
-    "curl", "mysql", "mariadb", "openssl", "client", "redis-cli", "net use", " key", "-key",
-    "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi", "jelsz",
-)  # fmt: skip
-PIN, MAYBE_ELSEWHERE = re.compile(r"\bpin\b"), re.compile(ELSEWHERE, re.I)
+# What the patterns above need, in small letters
+MAYBE_PASSWORD = re.compile(
+    rf"{WORDS}|pass|pw|cred|log ?in|zugangsdaten|identifiants|[ -]key|\b(?:pin|curl|mysql|mariadb"
+    r"|openssl|\w*client|redis-cli|net)\b"
+)
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
@@ -170,25 +155,24 @@ def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
     `api_key`.
     """
-    runs = [run.group() for run in RUN.finditer(text)]
-    small = text.lower()
-    if any(map(_has_digit, runs)):
+    is_long = any(map(_has_digit, RUN.findall(text)))
+    if is_long:
         for pattern in (*plugin_patterns(), *OURS):
             for match in pattern.finditer(text):
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
-    for match in SEED.finditer(text) if any(word in small for word in SEED_NAMES) else ():
+    for match in SEED.finditer(text):
         value = NO_SEED.sub("", match["value"])
         num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
         if value == match["value"] and MORE_WORDS.match(text, match.end()):
             num_words += 1  # there are more
         if num_words in SEED_WORDS or (match["sign"] and num_words >= SEED_WORDS[0]):
             yield start, start + len(value)
-    for match in WIF.finditer(text) if runs else ():
+    for match in WIF.finditer(text) if is_long else ():
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()
-    if any(word in small for word in KEY_NAMES):
+    if is_long:
         for pattern in (NAMED, BEARER, PASSED):
             for match in pattern.finditer(text):
                 value, start = match[match.lastgroup or 0], match.start(match.lastgroup or 0)
@@ -200,12 +184,7 @@ def passwords(text: str) -> Iterator[Span]:
     """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
     a word or code.
     """
-    small = text.lower()
-    if (
-        any(name in small for name in PASSWORD_NAMES)
-        or PIN.search(small)
-        or (not text.isascii() and MAYBE_ELSEWHERE.search(text))
-    ):
+    if MAYBE_PASSWORD.search(text.lower()):
         for match in PASSWORD.finditer(text):
             group = "quoted" if match["quoted"] else "bare"
             value = match[group] if group == "quoted" else match[group].rstrip(".,:")
@@ -282,7 +261,7 @@ def _whole(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _has_digit(value: str) -> bool:
-    return any("0" <= letter <= "9" for letter in value)
+    return re.search("[0-9]", value) is not None
 
 
 def _is_mixed(value: str) -> bool:
