@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import yaml
 
-from eyas.privacy.patterns import says
-from eyas.privacy.spelling import FILES, Span, cue, joined
+from eyas.privacy.patterns import is_part, says
+from eyas.privacy.spelling import FILES, Span, cue, joined, plain
 
 SG_WEIGHTS = (2, 7, 6, 5, 4, 3, 2)
 SG_LETTERS = {"ST": "JZIHGFEDCBA", "FG": "XWUTRQPNMLK"}
@@ -95,11 +95,16 @@ def _read() -> Iterator[Identifier]:
 IDENTIFIERS = tuple(_read())
 
 
-DOCUMENT_CUE = re.compile(
-    "|".join(one.cue.pattern for one in IDENTIFIERS if one.cue)
-    + r"|\b(?:id|n[ir]f?|citizen|identi\w+)",
-    re.I,
-)
+DOCUMENT_CUE = re.compile(cue(f"{joined('document')}|{joined('national')}"), re.I)
+
+
+def is_named(text: str, start: int, end: int) -> bool:
+    """Whether a word beside the number at [start, end) says what it is: one for any document, or
+    for a kind whose form it has. The words of all kinds would not do: "ein" is among them.
+    """
+    value = plain(text[start:end]).text
+    cues = [one.cue for one in IDENTIFIERS if one.cue and one.pattern.fullmatch(value)]
+    return any(says(text, start, end, one) for one in (DOCUMENT_CUE, *cues))
 
 
 def national_ids(text: str) -> Iterator[Span]:
@@ -109,7 +114,8 @@ def national_ids(text: str) -> Iterator[Span]:
         for match in _written(kind, text, starts):
             if kind.valid(match.group()):
                 said = says(text, *match.span(), kind.cue or DOCUMENT_CUE, holds=kind.is_checked)
-                if said or (said is None and not kind.cue):
+                is_alone = said is None and not kind.cue and not is_part(text, match.start())
+                if said or is_alone:
                     yield match.span()
 
 

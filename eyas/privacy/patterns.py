@@ -70,6 +70,7 @@ CARD_LAYOUTS = {
 CARDS = [
     re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS.values()
 ]
+BARE_CARD = 12  # digits, in groups of four those of many numbers, that need a cue
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between separators of any kind; a line of a column has more of its like beside it.
 CARD_SEPARATOR = r"(?:[^\w$€£,%]{1,7}|_{1,3})"
@@ -81,7 +82,8 @@ LOOSE_CARDS = [
     )
     for layout in ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 5))
 ]
-ONE_MORE = re.compile(rf"{CARD_SEPARATOR}\d{{4}}(?!\d)")
+# four digits that are no date of expiry
+ONE_MORE = re.compile(rf"{CARD_SEPARATOR}(?!(?:0[1-9]|1[0-2])\d\d)\d{{4}}(?!\d)")
 ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
 # Beside a word for a card, any separators and groups do.
 CARD_CUE = re.compile(cue(joined("card")) + r"|^\W{1,3}(?:0[1-9]|1[0-2])/\d\d\b", re.I)
@@ -112,6 +114,13 @@ SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
+# A word directly before a number: a thing of which it may be the part or the version.
+THING = re.compile(r"(?<![\w'’.@-])(?P<word>[a-z][a-z-]+)[ ]{1,2}\(?\Z")
+VERSIONED = re.compile(
+    r"(?:(?<![\w'’.@])(?:(?P<word>[A-Za-z][A-Za-z+-]+)[ ]{1,2}v?|[A-Z][A-Za-z]+ \()|[A-Za-z]-)\Z"
+)
+LEADS = re.compile(joined("leads"), re.I)  # of any number, or of a person's
+
 # Countries whose national numbering is tried; any country's number is found in international form
 # or beside a cue word, and those of the text's language or script as their people write them.
 PHONE_REGIONS = (
@@ -141,11 +150,13 @@ PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전
 # Without a cue a national number shows itself by its country's own groups: North America's, or
 # those behind a trunk 0 in PHONE_REGIONS.
 NORTH_AMERICAN = re.compile(r"(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-. ]\d{4}")
-# Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
+# Runs of digits that are something else: dates (with a time), spans of hours and years, dotted
+# quads, ISBN.
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
     r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
     r"|\d{1,2}\.\d+|\d{1,3}\.\d{1,2}\.\d{1,4}\.\d{3,6}|\d-\d{2,6}-\d{2,6}-\d"
+    r"|[01]\d[0-5]\d-[012]\d[0-5]\d"
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
@@ -230,10 +241,16 @@ def ip_addresses(text: str) -> Iterator[Span]:
             is_small = all(part < MOST_OF_SECTION for part in address.packed)
             is_host = text[match.start() - 1 : match.start()] == "@"  # whoever logs in there
             said = is_host or says(text, *match.span(), IP_CUE)
-            is_agent = re.search(r"[a-z]/$", text[max(0, match.start() - 2) : match.start()], re.I)
+            before = text[max(0, match.start() - NEAR_BEFORE) : match.start()]
+            is_agent = re.search(r"(?:[a-z]/|/[\w.-]+:)$", before, re.I)
             if not address.is_global or str(address) in RESOLVERS or is_agent:
                 continue
-            if said or (said is None and not is_small):
+            is_version = (
+                sign == "."
+                and int(address.packed[0]) < MOST_OF_SECTION
+                and (word_before(text, match.start(), VERSIONED))
+            )
+            if said or (said is None and not is_small and not is_version):
                 yield match.span()
 
 
@@ -248,7 +265,9 @@ def cards(text: str) -> Iterator[Span]:
     ):
         if is_card(re.sub(r"\D", "", match.group())):
             said = says(text, *match.span(), CARD_CUE, holds=True)
-            if said or (said is None and place):
+            is_long = sum(map(str.isdigit, match[0])) > BARE_CARD
+            is_cut = ONE_MORE.match(text, match.end()) is not None
+            if said or (said is None and place and is_long and not is_cut):
                 yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
         if (
@@ -312,8 +331,15 @@ def social_security_numbers(text: str) -> Iterator[Span]:
                 continue
             is_written = match[0][3] == match[0][-5] == "-"
             said = says(text, *match.span(), SSN_CUE, holds=is_written)
-            if said or (said is None and is_written):
+            if said or (said is None and is_written and not is_part(text, match.start())):
                 yield match.span()
+
+
+def is_part(text: str, start: int) -> bool:
+    """Whether the number at `start` is in the groups of an SSN and of a thing that the word before
+    it names: "filter 481-29-7730".
+    """
+    return SSN.match(text, start) is not None and word_before(text, start, THING)
 
 
 def phones(text: str) -> Iterator[Span]:
@@ -454,9 +480,10 @@ def _groups_of(region: str) -> re.Pattern[str]:
     """The groups of digits of a country, a trunk 0 before the first: what has none of them is no
     number there, and phonenumbers, which takes .2 ms, is not asked.
     """
-    forms = phonenumbers.PhoneMetadata.metadata_for_region(region).number_format
-    groups = {form.pattern.replace(")(", " ").strip("()") for form in forms}
-    return re.compile("|".join(f"(?:0 ?)?{one}" for one in sorted(groups) if " " in one))
+    country = phonenumbers.PhoneMetadata.metadata_for_region(region)
+    forms = {str(one.pattern) for one in country.number_format} if country else set()
+    groups = [one.replace(")(", " ").strip("()") for one in sorted(forms) if ")(" in one]
+    return re.compile("|".join(f"(?:0 ?)?{one}" for one in groups))
 
 
 def _is_valid(region: str, value: str) -> bool:
@@ -484,6 +511,12 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     return True if is_stated else False if has_talk else True if is_behind else None
 
 
+def word_before(text: str, start: int, kind: re.Pattern[str]) -> bool:
+    """Whether a word of a kind, which does not lead to any number, is directly before a place."""
+    found = kind.search(text[max(0, start - NEAR_BEFORE) : start])
+    return found is not None and not (found["word"] and LEADS.fullmatch(found["word"]))
+
+
 @functools.lru_cache(maxsize=64)
 def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bool, bool]:
     """Whether the cue names it by what stands before it, a cue stands there at all, a word for
@@ -494,9 +527,10 @@ def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bo
     near = near.rpartition("\n")[2] if heading else near
     named = goods = talk = 0
     for words in (heading, near):
+        line = words.rpartition("\n")[2]
         named, goods, talk = (
-            max((match.end() for match in one.finditer(words)), default=0)
-            for one in (cue, GOODS, TALK)
+            max((match.end() for match in one.finditer(of)), default=0)
+            for one, of in ((cue, words), (GOODS, words), (TALK, line))
         )
         if named or goods or talk:
             break
