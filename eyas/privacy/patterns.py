@@ -50,13 +50,7 @@ IP_CUE = re.compile(cue(joined("ip")), re.I)
 MOST_OF_SECTION = 30  # four such parts without a cue number a section, or a version
 RESOLVERS = frozenset(LISTS["resolvers"].split())
 
-# By issuer, with its lengths: Visa, Mastercard, American Express, Diners, JCB, Mir, Discover with
-# UnionPay and Maestro, UnionPay's 81, Maestro.
-CARD = re.compile(
-    r"4(?:\d{12}|\d{15}|\d{18})|5[1-5]\d{14}|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}"
-    r"|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11,16}|35\d{14,17}|220[0-4]\d{12,15}"
-    r"|6\d{11,18}|81\d{14,17}|5[0678]\d{10,17}|(?:1800|2131)\d{11}"
-)
+CARD = re.compile(joined("issuers"))
 # Each layout is tried by itself, since an expiry date or a security code may follow as one more
 # group of digits.
 CARD_LAYOUTS = {
@@ -121,25 +115,11 @@ VERSIONED = re.compile(
 )
 LEADS = re.compile(joined("leads"), re.I)  # of any number, or of a person's
 
-# Countries whose national numbering is tried; any country's number is found in international form
-# or beside a cue word, and those of the text's language or script as their people write them.
-PHONE_REGIONS = (
-    "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
-    "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
-)  # fmt: skip
+PHONE_REGIONS: tuple[str, ...] = tuple(LISTS["countries"].split())
 LANGUAGE_REGIONS: dict[str, list[str]] = {
     code: regions.split() for code, regions in LISTS["regions"].items()
 }
-# Scripts that tell the language, before the detector is asked.
-SCRIPTS = (
-    (re.compile("[\u3040-\u30ff]"), "ja"),
-    (re.compile("[\uac00-\ud7ff]"), "ko"),
-    (re.compile("[\u4e00-\u9fff]"), "zh"),
-    (re.compile("[\u0e00-\u0e7f]"), "th"),
-    (re.compile("[\u0900-\u097f]"), "hi"),
-    (re.compile("[\u0600-\u06ff]"), "ar"),
-    (re.compile("[\u0400-\u04ff]"), "ru"),
-)
+SCRIPTS = {code: re.compile(f"[{signs}]") for code, signs in LISTS["scripts"].items()}
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
     r"(?<![\w#$€£+])(?<!\d[.:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
@@ -429,7 +409,7 @@ def _is_phone(text: str, start: int, end: int, has_cue: bool) -> bool:
 @functools.lru_cache(maxsize=8)
 def _regions(text: str) -> Sequence[str]:
     """Countries where the text's language is spoken."""
-    language = next((code for script, code in SCRIPTS if script.search(text)), "")
+    language = next((code for code, script in SCRIPTS.items() if script.search(text)), "")
     return LANGUAGE_REGIONS.get(language or spoken_language(text), ())
 
 
