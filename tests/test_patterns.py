@@ -368,6 +368,7 @@ KEYS = {
 }
 NAMED = {
     "api_key = '{}'": some(32),
+    "co = Cohere('{}')": some(40),
     'export OPENAI_API_KEY="{}"': some(40),
     "the secret key is {} .": some(24, HEX),
     '{{"client_secret": "{}"}}': some(32),
