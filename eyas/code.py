@@ -4,6 +4,7 @@ flags, keys of JSON, and whole lines.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -49,6 +50,11 @@ PIECES = re.compile(
     """,
     re.S | re.X,
 )
+# What each of these has; most prose has none of it, and one look is enough.
+MAYBE_PIECE = (
+    re.compile(r"[`~$\\<>{%/=_+*^÷×·≤≥≠→(\[]"),
+    re.compile(r"\.[a-z]|[a-z0-9][A-Z]|\s-|\"\s{0,3}:|www\."),
+)
 
 # Whole lines that are code.
 CODE_LINE = re.compile(
@@ -87,9 +93,11 @@ BARE = re.compile(r"\w+(?:\s+\w+){0,3}\s*")
 COMMENT = re.compile(r"\s*(?:#|//|--|;|\*|%|\"\"\"|''')")
 
 
-def code_spans(text: str) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=1 << 10)  # a row's language and its passages ask for the same text
+def code_spans(text: str) -> Sequence[tuple[int, int]]:
     """Where a text is code, [start, end) by place, without overlaps."""
-    marked = [match.span() for match in PIECES.finditer(text)]
+    is_marked = any(one.search(text) for one in MAYBE_PIECE)
+    marked = [match.span() for match in PIECES.finditer(text)] if is_marked else []
     spans = sorted([*marked, *_code_lines(text, marked)])
     found: list[tuple[int, int]] = []
     for start, end in spans:

@@ -87,6 +87,12 @@ def fold(text: str) -> FoldedText:
     """
     if text.isascii():
         return FoldedText(text, range(len(text)), range(1, len(text) + 1))
+    foreign = {letter: _letter(letter) for letter in set(text) if letter >= "\x80"}
+    if all(len(one) == 1 and not unicodedata.combining(one) for one in foreign.values()) and (
+        not RAISED.search(text)
+    ):  # each letter stays one letter
+        plain = _without_lookalikes(text.translate({ord(one): foreign[one] for one in foreign}))
+        return FoldedText(plain, range(len(text)), range(1, len(text) + 1))
     letters: list[str] = []
     places: list[int] = []
     is_power = False
@@ -95,9 +101,15 @@ def fold(text: str) -> FoldedText:
         folded = letter if letter < "\x80" or is_power else _letter(letter)
         letters.append(folded)
         places += [place] * len(folded)
-    plain = NUMBER_DASH.sub("-", "".join(letters))
-    plain = WORD.sub(lambda word: latin(word[0]) if LATIN.search(word[0]) else word[0], plain)
-    return _composed(plain, places)
+    return _composed(_without_lookalikes("".join(letters)), places)
+
+
+def _without_lookalikes(text: str) -> str:
+    """With hyphens beside digits, and Latin letters in words that have some; of the same length."""
+    text = NUMBER_DASH.sub("-", text)
+    if text.isascii():
+        return text
+    return WORD.sub(lambda word: latin(word[0]) if LATIN.search(word[0]) else word[0], text)
 
 
 def latin(text: str) -> str:

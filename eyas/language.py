@@ -45,7 +45,7 @@ def codes() -> frozenset[str]:
     return frozenset(_identifier().labels) - {*COUNTED_AS, CODE_ONLY}
 
 
-@functools.lru_cache(maxsize=16)  # a filter and the ledger ask for the same row
+@functools.lru_cache(maxsize=1 << 10)  # filters and the search ask for the rows of one block
 def language(text: str) -> str:
     """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN for one that is too short, only
     code, or uncertain.

@@ -93,6 +93,11 @@ def test_not_the_same(other):
     assert text_hash(other) != text_hash(row("Where is it?"))
 
 
+def test_a_power_is_no_longer_number():
+    assert normalised("10\u00b2\u00b3 (x)\u2074") == "10^23 (x)^4"
+    assert text_hash(row("Is 10\u00b2 even?")) != text_hash(row("Is 102 even?"))
+
+
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_normalising_is_done_once_and_for_all(turns):
     assert [normalised(normalised(turn)) for turn in turns] == [normalised(turn) for turn in turns]

@@ -35,7 +35,7 @@ ROOMS = {
     "bench": (117, "any server measured over HTTP, and watched"),
     "train": (106, "objective, optimizer, runs"),
     "cli": (123, "one file per command"),
-    "top": (163, "artifacts, stores, records, errors, names of models, pages, Python's API"),
+    "top": (164, "artifacts, stores, records, errors, names of models, pages, Python's API"),
     "export": (98, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (45, "chat template and tokenizer"),
     "shards": (44, "the feature format"),
@@ -43,7 +43,7 @@ ROOMS = {
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (11, "tokens and bytes of a run"),
     "builtin": (4, "the packaged models and prompts"),
-    "tests": (2020, "proofs"),
+    "tests": (2019, "proofs"),
     "benchmarks": (379, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 16, 15, 90, 20

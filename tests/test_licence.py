@@ -364,9 +364,9 @@ def test_a_policy_adds_and_removes_licences_and_rules(tmp_path):
         tmp_path,
         HEAD
         + "remove_rules: [evaluation-only]\n"
-        + "remove_licences: [CC-BY-SA-4.0]\n"
         + "traits: {fee: a fee is due to the publisher}\n"
-        + "licences: [{ids: [LicenseRef-ours], traits: [fee]}]\n"
+        + "licences: [{ids: [LicenseRef-ours], traits: [fee]},"
+        + " {ids: [CC-BY-SA-4.0], traits: [unknown]}]\n"
         + "authors: [{family: us, names: [our-model-*]}]\n"
         + RULE.format("answers", "answers_by", "no-competing-models"),
     )
@@ -434,7 +434,6 @@ def test_the_identity_is_of_what_a_policy_says(tmp_path):
         (HEAD + RULE.format("x", "licence", "odd"), "a trait that does not exist: 'odd'"),
         (HEAD + "licences: [{ids: [X], traits: [odd]}]\n", "a trait that does not exist: 'odd'"),
         (HEAD + "remove_rules: [odd]\n", "a rule that does not exist: 'odd'"),
-        (HEAD + "remove_licences: [odd]\n", "a licence that does not exist: 'odd'"),
         (
             HEAD + "rules: [&a {name: x, fields: [terms], refuse: [unknown], because: y}, *a]\n",
             "two rules called 'x'",

@@ -96,6 +96,22 @@ def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
     assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
 
 
+def test_invented_values_hide_no_near_duplicate(tmp_path):
+    """Each has surrogates of its own, since the words around them differ."""
+    said = (
+        "Please write me a polite letter that ends the contract with my gym before the next summer "
+        "begins, with the reason that I move to another town, and ask them {} to {} and to {} "
+        "at the latest by the end of the week, because I leave on Monday."
+    )
+    ones = [
+        said.format(word, f"{name}@mail.python.org", f"{name}.b@mail.python.org")
+        for word, name in (("to answer", "ana"), ("to reply", "bo"), ("for a note", "cy"))
+    ]
+    output = run(tmp_path, [openai(one) for one in ones])
+    assert output.manifest().counts["prompts"] == 1
+    assert output.read_json("ledger.json")["dropped"] == {"duplicate.near": 2}
+
+
 def test_ids_are_the_source_s_own_where_they_are_free(tmp_path):
     rows = [openai("One", id="a"), openai("Two", id="a"), openai("Three"), openai("Four", id="b")]
     ids = [one.id for one in prompts(run(tmp_path, rows, [openai("Five", id="b")]))]

@@ -50,11 +50,17 @@ PUNCTUATION = frozenset(".,;:!?'\"`\u2018\u2019\u201c\u201d")
 TAG = re.compile(r"</?[a-z][^<>]{0,200}>")
 INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 
+# Between a digit and what is raised behind it
+POWER = re.compile("(?<=[0-9)])(?=[\u00b2\u00b3\u00b9\u2070\u2074-\u207b])")
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalised(text: str) -> str:
-    """One spelling for texts that differ only in case, white space or compatible Unicode forms."""
+    """One spelling for texts that differ only in case, white space or compatible Unicode forms; a
+    power, 10², stays one: 10^2.
+    """
+    text = text if text.isascii() else POWER.sub("^", text)
     return " ".join(
         unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
     )
@@ -153,7 +159,7 @@ def signature(row: SourceRow) -> HashArray:
     Without the system prompt: a long one before all rows of a source would make them all alike.
     Broder 1997; bands after Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4.
     """
-    members = shingles("\n".join(row.turns))
+    members = shingles(row.text_compared)
     least = np.full(BANDS * BAND_SIZE, np.iinfo(np.uint64).max, np.uint64)
     for start in range(0, len(members), PIECE):
         permuted = members[start : start + PIECE, None] * SCALE + SHIFT  # [S, P]
@@ -210,7 +216,7 @@ def near(
     @functools.lru_cache(REMEMBERED)
     def parts(number: int) -> tuple[HashArray, HashArray]:
         one = row(number)
-        return shingles(one.system or ""), shingles("\n".join(one.turns))
+        return shingles(one.system or ""), shingles(one.text_compared)
 
     candidates = _candidates(bands, alive)
     places = np.full(len(bands), NONE, np.int64)

@@ -25,7 +25,7 @@ from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
 from eyas.privacy.detector import Detector
-from eyas.privacy.findings import Finding
+from eyas.privacy.findings import Finding, mask
 from eyas.privacy.mentions import Mentions
 from eyas.privacy.passages import Passage, passages
 from eyas.privacy.pii import EVERY_TYPE, PrivacyConfig
@@ -152,6 +152,7 @@ class PersonalData:
             system=system if row.system is not None else None,
             turns=tuple(turns),
             masked=row.masked + every,
+            compared=tuple(map(mask, texts[1:], found[1:])),
         )
 
     @staticmethod

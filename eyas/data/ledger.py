@@ -36,7 +36,8 @@ class SourceRow:
     """The user's side of one conversation.
 
     where: name and line of its file. masked: what filters replaced in it. names: where names were
-    searched for, once that was done.
+    searched for, once that was done. compared: the turns by which it is compared with others, with
+    types in place of what was replaced: invented values would hide what two rows share.
     """
 
     source: str
@@ -47,6 +48,12 @@ class SourceRow:
     system: str | None = None
     masked: tuple[Finding, ...] = ()
     names: tuple[NameSearch, ...] = ()
+    compared: tuple[str, ...] = ()
+
+    @property
+    def text_compared(self) -> str:
+        """The text by which it is compared."""
+        return "\n".join(self.compared or self.turns)
 
     @property
     def characters(self) -> int:

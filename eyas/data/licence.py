@@ -179,7 +179,10 @@ def _licence_traits(
             problem = "the policy has no entry for it; of several, state the one that you take"
             traits.append(SourceTrait("licence", UNKNOWN, id, problem, remedy))
             continue
-        traits += (SourceTrait("licence", one, id, policy.traits[one]) for one in entry.traits)
+        traits += (
+            SourceTrait("licence", one, id, policy.traits.get(one, "the policy refuses it"))
+            for one in entry.traits
+        )
     return traits
 
 

@@ -2,7 +2,7 @@
 
 A licence or a model has traits (`non-commercial`, `attribution`); a rule refuses traits in fields
 of a source, and a trait that no rule refuses is a duty that goes with the prompts. A user's file
-adds to the shipped licence_rules.yaml, replaces rules of the same name and removes entries.
+adds to the shipped licence_rules.yaml, replaces rules of the same name and removes rules.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class LicencePolicy(_PolicyModel):
     version: str = Field(min_length=1)
     extends: Literal["shipped", "nothing"] = "shipped"
     remove_rules: tuple[str, ...] = ()
-    remove_licences: tuple[str, ...] = ()
     traits: dict[str, str] = {}
     rules: tuple[PolicyRule, ...] = ()
     licences: tuple[LicenceEntry, ...] = ()
@@ -121,8 +120,7 @@ def shipped() -> LicencePolicy:
 
 def read_policy(path: str | None) -> LicencePolicy:
     """A user's policy on top of the shipped one, unless it extends nothing; without a path the
-    shipped one. Raises MissingInputError, ConfigError (a wrong field, an unknown trait, rule or
-    licence).
+    shipped one. Raises MissingInputError, ConfigError (a wrong field, an unknown trait or rule).
     """
     if path is None:
         return shipped()
@@ -159,20 +157,12 @@ def _over(base: LicencePolicy, own: LicencePolicy, where: str) -> LicencePolicy:
     entries come first.
     """
     _all_known(own.remove_rules, {rule.name for rule in base.rules}, "rule", where)
-    _all_known(
-        own.remove_licences, {id for entry in base.licences for id in entry.ids}, "licence", where
-    )
     gone = {*own.remove_rules, *(rule.name for rule in own.rules)}
-    licences = [
-        entry.model_copy(update={"ids": ids})
-        for entry in base.licences
-        if (ids := tuple(id for id in entry.ids if id not in own.remove_licences))
-    ]
     return own.model_copy(
         update={
             "traits": {**base.traits, **own.traits},
             "rules": (*(rule for rule in base.rules if rule.name not in gone), *own.rules),
-            "licences": (*own.licences, *licences),
+            "licences": (*own.licences, *base.licences),
             "authors": (*own.authors, *base.authors),
         }
     )

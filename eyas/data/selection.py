@@ -187,9 +187,13 @@ def _file(number: int, kind: str) -> str:
 
 
 def _row(value: dict[str, Any]) -> SourceRow:
-    masked = tuple(Finding(**finding) for finding in value["masked"])
-    names = tuple(NameSearch(**part) for part in value["names"])
-    return SourceRow(**{**value, "turns": tuple(value["turns"]), "masked": masked, "names": names})
+    parts = {
+        "masked": (Finding(**finding) for finding in value["masked"]),
+        "names": (NameSearch(**part) for part in value["names"]),
+        "turns": value["turns"],
+        "compared": value["compared"],
+    }
+    return SourceRow(**{**value, **{name: tuple(part) for name, part in parts.items()}})
 
 
 class RemainingRows:

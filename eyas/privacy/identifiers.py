@@ -14,14 +14,19 @@ from dataclasses import dataclass
 
 import yaml
 
-from eyas.privacy.patterns import says
-from eyas.privacy.spelling import FILES, Span, cue, joined
+from eyas.privacy.patterns import is_part, says
+from eyas.privacy.spelling import FILES, Span, cue, joined, plain
 
 SG_WEIGHTS = (2, 7, 6, 5, 4, 3, 2)
 SG_LETTERS = {"ST": "JZIHGFEDCBA", "FG": "XWUTRQPNMLK"}
 
-# Five digits so close together (letters and separators may stand between), or four in one word.
-MAYBE = re.compile(r"\d(?:[A-Za-z]?[ ./+-]?\d){4}|\b(?:[A-Z]*\d){4}[A-Z0-9]*\b")
+# Where a number with a check may begin: six digits close together, with some letters before them or
+# among them, or India's PAN, with four.
+START = re.compile(
+    r"(?<![\w./+-])(?=(?:[A-Za-zÑ&]{1,6}[ -]?)?\d(?:[A-Za-z]{0,5}[ ./+-]?\d){5}|[A-Z]{5}\d{4})",
+    re.ASCII,
+)
+FOUR_DIGITS = re.compile(r"\d(?:[A-Z /.-]{0,12}\d){3}")  # of one without
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,11 @@ class Identifier:
     pattern: re.Pattern[str]
     valid: Callable[[str], bool]
     cue: re.Pattern[str] | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its check is more than a count of digits."""
+        return self.valid not in (is_document, is_vin)
 
 
 def is_nric(value: str) -> bool:
@@ -85,32 +95,47 @@ def _read() -> Iterator[Identifier]:
 IDENTIFIERS = tuple(_read())
 
 
-DOCUMENT_CUE = re.compile(
-    "|".join(one.cue.pattern for one in IDENTIFIERS if one.cue)
-    + r"|\b(?:id|n[ir]f?|citizen|identi\w+)",
-    re.I,
-)
+DOCUMENT_CUE = re.compile(cue(f"{joined('document')}|{joined('national')}"), re.I)
+
+
+def is_named(text: str, start: int, end: int) -> bool:
+    """Whether a word beside the number at [start, end) says what it is: one for any document, or
+    for a kind whose form it has. The words of all kinds would not do: "ein" is among them.
+    """
+    value = plain(text[start:end]).text
+    cues = [one.cue for one in IDENTIFIERS if one.cue and one.pattern.fullmatch(value)]
+    return any(says(text, start, end, one) for one in (DOCUMENT_CUE, *cues))
 
 
 def national_ids(text: str) -> Iterator[Span]:
     """Every national number of a text, of one type for all countries."""
-    if not MAYBE.search(text):
-        return
+    starts = [match.start() for match in START.finditer(text)]
     for kind in IDENTIFIERS:
-        if kind.cue is not None and not kind.cue.search(text):
-            continue
-        for match in kind.pattern.finditer(text):
+        for match in _written(kind, text, starts):
             if kind.valid(match.group()):
-                holds = kind.valid not in (is_document, is_vin)
-                said = says(text, *match.span(), kind.cue or DOCUMENT_CUE, holds)
-                if said or (said is None and not kind.cue):
+                said = says(text, *match.span(), kind.cue or DOCUMENT_CUE, holds=kind.is_checked)
+                is_alone = said is None and not kind.cue and not is_part(text, match.start())
+                if said or is_alone:
                     yield match.span()
+
+
+def _written(kind: Identifier, text: str, starts: list[int]) -> Iterator[re.Match[str]]:
+    """What has the form of a kind; of one without a check, where its cue is in the text."""
+    if not kind.is_checked:
+        assert kind.cue, "without a check a number needs a cue"
+        if FOUR_DIGITS.search(text) and kind.cue.search(text):
+            yield from kind.pattern.finditer(text)
+        return
+    end = 0
+    for start in starts:
+        if start >= end and (match := kind.pattern.match(text, start)):
+            end = match.end()
+            yield match
 
 
 def is_national_id(value: str) -> bool:
     """Whether the value, alone, passes the check of some kind that has one."""
     return any(
-        kind.pattern.fullmatch(value) and kind.valid(value)
+        kind.is_checked and kind.pattern.fullmatch(value) and kind.valid(value)
         for kind in IDENTIFIERS
-        if kind.valid not in (is_document, is_vin)
     )

@@ -50,13 +50,7 @@ IP_CUE = re.compile(cue(joined("ip")), re.I)
 MOST_OF_SECTION = 30  # four such parts without a cue number a section, or a version
 RESOLVERS = frozenset(LISTS["resolvers"].split())
 
-# By issuer, with its lengths: Visa, Mastercard, American Express, Diners, JCB, Mir, Discover with
-# UnionPay and Maestro, UnionPay's 81, Maestro.
-CARD = re.compile(
-    r"4(?:\d{12}|\d{15}|\d{18})|5[1-5]\d{14}|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}"
-    r"|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11,16}|35\d{14,17}|220[0-4]\d{12,15}"
-    r"|6\d{11,18}|81\d{14,17}|5[0678]\d{10,17}|(?:1800|2131)\d{11}"
-)
+CARD = re.compile(joined("issuers"))
 # Each layout is tried by itself, since an expiry date or a security code may follow as one more
 # group of digits.
 CARD_LAYOUTS = {
@@ -70,6 +64,7 @@ CARD_LAYOUTS = {
 CARDS = [
     re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS.values()
 ]
+BARE_CARD = 12  # digits, in groups of four those of many numbers, that need a cue
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between separators of any kind; a line of a column has more of its like beside it.
 CARD_SEPARATOR = r"(?:[^\w$€£,%]{1,7}|_{1,3})"
@@ -81,7 +76,8 @@ LOOSE_CARDS = [
     )
     for layout in ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 5))
 ]
-ONE_MORE = re.compile(rf"{CARD_SEPARATOR}\d{{4}}(?!\d)")
+# four digits that are no date of expiry
+ONE_MORE = re.compile(rf"{CARD_SEPARATOR}(?!(?:0[1-9]|1[0-2])\d\d)\d{{4}}(?!\d)")
 ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
 # Beside a word for a card, any separators and groups do.
 CARD_CUE = re.compile(cue(joined("card")) + r"|^\W{1,3}(?:0[1-9]|1[0-2])/\d\d\b", re.I)
@@ -98,6 +94,7 @@ ACCOUNT_NUMBER = re.compile(
     r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
     re.I,
 )
+SIX_DIGITS = re.compile(r"\d[\d -]{4,22}\d")
 # What stands behind the word alone as well: dates, years, sums.
 NO_ACCOUNT = re.compile(
     r"(?:19|20)\d\d[- ](?:(?:19|20)\d\d|\d\d?[- ]\d\d?)(?!\d)|\d\d?[- ]\d\d?[- ](?:19|20)\d\d(?!\d)"
@@ -111,25 +108,18 @@ SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
-# Countries whose national numbering is tried; any country's number is found in international form
-# or beside a cue word, and those of the text's language or script as their people write them.
-PHONE_REGIONS = (
-    "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
-    "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
-)  # fmt: skip
+# A word directly before a number: a thing of which it may be the part or the version.
+THING = re.compile(r"(?<![\w'’.@-])(?P<word>[a-z][a-z-]+)[ ]{1,2}\(?\Z")
+VERSIONED = re.compile(
+    r"(?:(?<![\w'’.@])(?:(?P<word>[A-Za-z][A-Za-z+-]+)[ ]{1,2}v?|[A-Z][A-Za-z]+ \()|[A-Za-z]-)\Z"
+)
+LEADS = re.compile(joined("leads"), re.I)  # of any number, or of a person's
+
+PHONE_REGIONS: tuple[str, ...] = tuple(LISTS["countries"].split())
 LANGUAGE_REGIONS: dict[str, list[str]] = {
     code: regions.split() for code, regions in LISTS["regions"].items()
 }
-# Scripts that tell the language, before the detector is asked.
-SCRIPTS = (
-    (re.compile("[\u3040-\u30ff]"), "ja"),
-    (re.compile("[\uac00-\ud7ff]"), "ko"),
-    (re.compile("[\u4e00-\u9fff]"), "zh"),
-    (re.compile("[\u0e00-\u0e7f]"), "th"),
-    (re.compile("[\u0900-\u097f]"), "hi"),
-    (re.compile("[\u0600-\u06ff]"), "ar"),
-    (re.compile("[\u0400-\u04ff]"), "ru"),
-)
+SCRIPTS = {code: re.compile(f"[{signs}]") for code, signs in LISTS["scripts"].items()}
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
     r"(?<![\w#$€£+])(?<!\d[.:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
@@ -140,14 +130,18 @@ PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전
 # Without a cue a national number shows itself by its country's own groups: North America's, or
 # those behind a trunk 0 in PHONE_REGIONS.
 NORTH_AMERICAN = re.compile(r"(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-. ]\d{4}")
-# Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
+# Runs of digits that are something else: dates (with a time), spans of hours and years, dotted
+# quads, ISBN.
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
     r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
     r"|\d{1,2}\.\d+|\d{1,3}\.\d{1,2}\.\d{1,4}\.\d{3,6}|\d-\d{2,6}-\d{2,6}-\d"
+    r"|[01]\d[0-5]\d-[012]\d[0-5]\d"
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
+# Two numbers side by side have ten groups at most; more are a row of a table of numbers.
+ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
@@ -227,10 +221,16 @@ def ip_addresses(text: str) -> Iterator[Span]:
             is_small = all(part < MOST_OF_SECTION for part in address.packed)
             is_host = text[match.start() - 1 : match.start()] == "@"  # whoever logs in there
             said = is_host or says(text, *match.span(), IP_CUE)
-            is_agent = re.search(r"[a-z]/$", text[max(0, match.start() - 2) : match.start()], re.I)
+            before = text[max(0, match.start() - NEAR_BEFORE) : match.start()]
+            is_agent = re.search(r"(?:[a-z]/|/[\w.-]+:)$", before, re.I)
             if not address.is_global or str(address) in RESOLVERS or is_agent:
                 continue
-            if said or (said is None and not is_small):
+            is_version = (
+                sign == "."
+                and int(address.packed[0]) < MOST_OF_SECTION
+                and (word_before(text, match.start(), VERSIONED))
+            )
+            if said or (said is None and not is_small and not is_version):
                 yield match.span()
 
 
@@ -245,7 +245,9 @@ def cards(text: str) -> Iterator[Span]:
     ):
         if is_card(re.sub(r"\D", "", match.group())):
             said = says(text, *match.span(), CARD_CUE, holds=True)
-            if said or (said is None and place):
+            is_long = sum(map(str.isdigit, match[0])) > BARE_CARD
+            is_cut = ONE_MORE.match(text, match.end()) is not None
+            if said or (said is None and place and is_long and not is_cut):
                 yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
         if (
@@ -292,7 +294,7 @@ def accounts(text: str) -> Iterator[Span]:
             if iban.is_valid("".join(text[place] for place in places[:length]), False):
                 yield start, last
                 break
-    for match in ACCOUNT_NUMBER.finditer(text):
+    for match in ACCOUNT_NUMBER.finditer(text) if SIX_DIGITS.search(text) else ():
         if not (match["word"] and NO_ACCOUNT.match(text, match.start("value"))):
             yield match.span("value")
 
@@ -309,8 +311,15 @@ def social_security_numbers(text: str) -> Iterator[Span]:
                 continue
             is_written = match[0][3] == match[0][-5] == "-"
             said = says(text, *match.span(), SSN_CUE, holds=is_written)
-            if said or (said is None and is_written):
+            if said or (said is None and is_written and not is_part(text, match.start())):
                 yield match.span()
+
+
+def is_part(text: str, start: int) -> bool:
+    """Whether the number at `start` is in the groups of an SSN and of a thing that the word before
+    it names: "filter 481-29-7730".
+    """
+    return SSN.match(text, start) is not None and word_before(text, start, THING)
 
 
 def phones(text: str) -> Iterator[Span]:
@@ -318,16 +327,16 @@ def phones(text: str) -> Iterator[Span]:
     such as "call".
     """
     if MAYBE_PHONE.search(text):
-        place = 0
+        place, rows = 0, [row.span() for row in ROW.finditer(text)]
         while run := PHONE.search(text, place):
-            found = _phones_in(text, *run.span())
+            found = _phones_in(text, *run.span(), rows)
             yield from found
             place = found[-1][1] if found else run.end()  # a run may be cut within a number
 
 
-def _phones_in(text: str, start: int, end: int) -> list[Span]:
+def _phones_in(text: str, start: int, end: int, rows: Sequence[Span]) -> list[Span]:
     """The telephone numbers in the run of digits at [start, end): from the left, the longest each
-    time.
+    time; in `rows` only beside a cue.
 
     One begins where the run does, after a space, or with a bracket or plus; it ends where the next
     could begin.
@@ -342,6 +351,9 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
     found: list[Span] = []
     for first, begin in enumerate(starts):
         if found and begin < found[-1][1]:
+            continue
+        row = bisect.bisect_right(rows, (begin, len(text))) - 1
+        if not has_cue and row >= 0 and begin < rows[row][1]:
             continue
         before = bisect.bisect_left(places, begin)
         for last in reversed(ends[first : first + LONGEST_PHONE]):
@@ -397,7 +409,7 @@ def _is_phone(text: str, start: int, end: int, has_cue: bool) -> bool:
 @functools.lru_cache(maxsize=8)
 def _regions(text: str) -> Sequence[str]:
     """Countries where the text's language is spoken."""
-    language = next((code for script, code in SCRIPTS if script.search(text)), "")
+    language = next((code for code, script in SCRIPTS.items() if script.search(text)), "")
     return LANGUAGE_REGIONS.get(language or spoken_language(text), ())
 
 
@@ -430,6 +442,8 @@ def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
     groups = re.findall(r"\d+", value)
     if len(groups) == 1 and not (is_spoken and len(value) >= LONGEST_BARE):
         return False
+    if not is_spoken and not _groups_of(region).fullmatch(" ".join(groups)):
+        return False
     number = _parsed(region, value)
     if number is None or not phonenumbers.is_valid_number(number):
         return False
@@ -439,6 +453,17 @@ def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
         return True
     is_mobile = phonenumbers.number_type(number) == phonenumbers.PhoneNumberType.MOBILE
     return is_spoken and is_mobile and (len(groups) == 1 or {*map(len, groups)} == {3})
+
+
+@functools.cache
+def _groups_of(region: str) -> re.Pattern[str]:
+    """The groups of digits of a country, a trunk 0 before the first: what has none of them is no
+    number there, and phonenumbers, which takes .2 ms, is not asked.
+    """
+    country = phonenumbers.PhoneMetadata.metadata_for_region(region)
+    forms = {str(one.pattern) for one in country.number_format} if country else set()
+    groups = [one.replace(")(", " ").strip("()") for one in sorted(forms) if ")(" in one]
+    return re.compile("|".join(f"(?:0 ?)?{one}" for one in groups))
 
 
 def _is_valid(region: str, value: str) -> bool:
@@ -466,6 +491,12 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     return True if is_stated else False if has_talk else True if is_behind else None
 
 
+def word_before(text: str, start: int, kind: re.Pattern[str]) -> bool:
+    """Whether a word of a kind, which does not lead to any number, is directly before a place."""
+    found = kind.search(text[max(0, start - NEAR_BEFORE) : start])
+    return found is not None and not (found["word"] and LEADS.fullmatch(found["word"]))
+
+
 @functools.lru_cache(maxsize=64)
 def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bool, bool]:
     """Whether the cue names it by what stands before it, a cue stands there at all, a word for
@@ -476,9 +507,10 @@ def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bo
     near = near.rpartition("\n")[2] if heading else near
     named = goods = talk = 0
     for words in (heading, near):
+        line = words.rpartition("\n")[2]
         named, goods, talk = (
-            max((match.end() for match in one.finditer(words)), default=0)
-            for one in (cue, GOODS, TALK)
+            max((match.end() for match in one.finditer(of)), default=0)
+            for one, of in ((cue, words), (GOODS, words), (TALK, line))
         )
         if named or goods or talk:
             break

@@ -14,6 +14,7 @@ the traffic that the head will see, and a name that was missed is hidden among i
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from eyas.privacy.attributes import (
     is_plate,
     mac_addresses,
 )
-from eyas.privacy.identifiers import DOCUMENT_CUE, national_ids
+from eyas.privacy.identifiers import is_named, national_ids
 from eyas.privacy.invented import KeyedRandom
 from eyas.privacy.key import keyed
 from eyas.privacy.patterns import (
@@ -65,8 +66,9 @@ class PiiType:
     text as `spelling.plain` gives it; None: a name, found by `entities`. surrogate: an invented
     value in place of one; None: a person's, word by word (`surrogates`). is_numbered: case and
     separators do not tell two values apart, and a surrogate keeps those of the place. sign:
-    what may stand before the value or not. cue: without it beside the value the default action
-    is not to drop the row, but what `policy` says. is_reserved: whether a value is one set
+    what may stand before the value or not. is_named: whether a word beside
+    [start, end) of a text says what it is; if none does, the default action is not to drop the
+    row, but what `policy` says. is_reserved: whether a value is one set
     aside for examples. is_windowed: long texts are searched in pieces (`detector.in_windows`);
     keys may be longer than a piece, a number's column has its heading at the top, and links are
     found in linear time. has_digit: each value holds one, so a text without digits is not searched.
@@ -79,7 +81,7 @@ class PiiType:
     surrogate: Callable[[str, KeyedRandom], str] | None = None
     is_numbered: bool = False
     sign: str = ""
-    cue: re.Pattern[str] | None = None
+    is_named: Callable[[str, int, int], bool | None] | None = None
     is_reserved: Callable[[str], bool] = lambda value: False
     is_windowed: bool = True
     has_digit: bool = False
@@ -139,7 +141,7 @@ PII_TYPES = (
         cards,
         invented.card,
         is_numbered=True,
-        cue=CARD_CUE,
+        is_named=functools.partial(says, cue=CARD_CUE),
         is_windowed=False,
         is_reserved=invented.is_test_card,
         has_digit=True,
@@ -160,7 +162,7 @@ PII_TYPES = (
         social_security_numbers,
         invented.social_security_number,
         is_numbered=True,
-        cue=SSN_CUE,
+        is_named=functools.partial(says, cue=SSN_CUE),
         is_windowed=False,
         has_digit=True,
     ),
@@ -171,7 +173,7 @@ PII_TYPES = (
         national_ids,
         invented.national_id,
         is_numbered=True,
-        cue=DOCUMENT_CUE,
+        is_named=is_named,
         is_windowed=False,
         has_digit=True,
     ),
@@ -338,8 +340,8 @@ class PrivacyConfig(BaseModel):
 
 
 def _has_cue(type: str, text: str, start: int, end: int) -> bool:
-    cue = BY_NAME[type].cue
-    return cue is None or bool(says(text, start, end, cue))
+    is_named = BY_NAME[type].is_named
+    return is_named is None or bool(is_named(text, start, end))
 
 
 EVERY_TYPE = PrivacyConfig(actions=dict.fromkeys(TYPES, "mask"))

@@ -23,28 +23,11 @@ SECRET_GROUP = 16
 
 OURS = [re.compile(rf"(?<![A-Za-z0-9])(?:{written})") for written in LISTS["keys"]]
 # Any of the patterns above needs so many such characters in a row, a digit among them.
-RUN = re.compile(r"[\w+/=~.:-]{16,}")
+RUN = re.compile(r"[\w+/=~%.:-]{12,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
-NAMED = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-]){0,3}"
-    r"(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
-    r"|access[ _-]?(?:key|token)|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret"
-    r"|account[ _-]?key|encryption[ _-]?key|[a-z][a-z\d]{0,19}[ _-]?token)"
-    r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
-    re.I,
-)
-BEARER = re.compile(
-    r"\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s+"
-    r"(?P<value>[\w+/=~.-]{12,4000})",
-    re.I,
-)
-# Made by a client's constructor, and the sessions of cookies.
-PASSED = re.compile(
-    r"\b(?:\w*Client|OpenAI|Anthropic|Cohere)\((?:api_key=)?[\"'](?P<value>[\w.-]{24,200})[\"']"
-    r"|\bcookie:[^\n]{0,200}?\b\w*(?:sid|session|auth|token)\w*=(?P<cookie>[\w%.+/=-]{16,})",
-    re.I,
-)
+# Behind a name such as `api_key`, in a header, from a client's constructor, in a cookie
+NAMED = [re.compile(written, re.I) for written in LISTS["named_keys"]]
 # The words of a wallet behind their name and a sign; without a sign, as many as BIP 39 allows.
 SEED = re.compile(
     r"\b(?i:(?:seed|recovery|secret|backup|wallet|mnemonic) (?:phrase|words?)|mnemonic|seed)\b"
@@ -56,19 +39,6 @@ MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
 SEED_WORDS = range(12, 25, 3)
 WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
-# In small letters, of what a pattern above needs one
-KEY_NAMES = (
-    "key",
-    "token",
-    "secret",
-    "authorization",
-    "client(",
-    "cookie",
-    "openai(",
-    "anthropic(",
-)
-SEED_NAMES = ("phrase", "word", "mnemonic", "seed")
-
 ELSEWHERE = joined("password_elsewhere")
 WORDS = f"{joined('password')}|{ELSEWHERE}"
 # Between such a word and the value, in the languages of the words.
@@ -85,18 +55,9 @@ PASSWORD = re.compile(
     r"|(?P<bare>[^\s\"'`<>{}()\[\],;，。、；！]{4,64}))",
     re.I,
 )
-# In settings and in code, where the value stands for itself: NAME_PASSWORD=value on a line of its
-# own, define('DB_PASSWORD', 'value'), <password>value</password>, name="password" value="value".
-SETTING = re.compile(
-    r"^[ \t]*(?:export[ \t]+|set[ \t]+)?"
-    r"(?-i:[A-Z0-9_]*(?:PASSWORD|PASSWD|PASSPHRASE|PWD)[A-Z0-9_]*)"
-    r"=[\"']?(?P<line>[^\s\"'$<>(){}\[\]]{6,64})[\"']?[ \t]*$"
-    r"|^[a-z][\w.-]*\.passw(?:or)?d=(?P<property>[^\s\"'$<>(){}\[\]]{6,64})[ \t]*$"
-    r"|[\"']\w*(?:password|passwd|pwd)[\"'],\s*[\"'](?P<define>[^\s\"'<>]{4,64})[\"']"
-    r"|<(?P<tag>\w*(?:password|passwd|pwd))>(?P<xml>[^\s<>]{4,64})</(?P=tag)>"
-    r"|\b(?:key|name)=[\"']\w*(?:password|passwd|pwd)[\"']\s+value="
-    r"[\"'](?P<pair>[^\"'<>\s]{4,64})[\"']",
-    re.I | re.M,
+# In settings, where any value is one, and in code, where it must look like one.
+SETTINGS, QUOTED = (
+    [re.compile(written, re.I | re.M) for written in LISTS[name]] for name in ("settings", "quoted")
 )
 # Without a sign between: "with password X", and "the credentials are a / b", both of which go.
 PASSWORD_NEXT = re.compile(
@@ -120,33 +81,16 @@ CREDENTIALS = re.compile(
     re.I,
 )
 # On a command line: curl -u, sshpass -p, mysql -p.
-COMMAND = re.compile(
-    r"\bcurl\b[^\n|;&]{0,300}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,64}:(?P<curl>[^\s\"']{3,128})"
-    r"|\bsshpass\s+-p\s*(?P<ssh>'[^'\n]{3,128}'|\"[^\"\n]{3,128}\"|[^\s\"']{3,128})"
-    r"|\b(?:mysql|mariadb)(?:dump|admin|import)?\b[^\n|;&]{0,300}?\s-p(?P<sql>'[^'\n]{3,128}'"
-    r"|\"[^\"\n]{3,128}\"|[^\s\"'-][^\s\"']{2,128})"
-    r"|\bredis-cli\b[^\n|;&]{0,200}?\s(?:-a|--pass)[ =][\"']?(?P<redis>[^\s\"']{3,128})"
-    r"|\b(?:smbclient|rpcclient|net)\b[^\n|;&]{0,200}?\s-U[ =]?[\"']?[^\s%\"']{1,64}%"
-    r"(?P<smb>[^\s\"']{3,128})"
-    r"|\bopenssl\b[^\n|;&]{0,200}?\s(?:-k |-pass(?:in|out)? pass:)[\"']?"
-    r"(?P<ssl>[^\s\"']{3,128})"
-    r"|\bhtpasswd\s+-\w*b\w*\s+\S+\s+\S+\s+[\"']?(?P<ht>[^\s\"']{3,128})"
-    r"|\bnet use\b[^\n|;&]{0,200}?/user:\S+\s+[\"']?(?P<net>[^\s\"'/*][^\s\"']{2,128})"
-    r"|\b(?:docker|podman|helm|az)\b[^\n|;&]{0,300}?\slogin\b[^\n|;&]{0,300}?\s-p[ =]?[\"']?"
-    r"(?P<login>[^\s\"']{3,128})|\b(?:PGPASSWORD|MYSQL_PWD|SSHPASS)=[\"']?(?P<env>[^\s\"']{3,128})"
-    r"|(?:\bPIN|\bmy pin)(?: (?:code|number))?(?: is|:| =)? (?P<pin>\d{4})(?!\w)"
-)
+COMMANDS = [re.compile(written) for written in LISTS["commands"]]
 ALGORITHM = re.compile(
     r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
     re.I,
 )
-# Of what the patterns above need one, in small letters; or ELSEWHERE
-PASSWORD_NAMES = (
-    "pass", "pw", "wort", "woord", "cred", "login", "log in", "zugangsdaten", "identifiants",
-    "curl", "mysql", "mariadb", "openssl", "client", "redis-cli", "net use", " key", "-key",
-    "clave", "senha", "parola", "adgangskode", "salasana", "heslo", "sandi", "jelsz",
-)  # fmt: skip
-PIN, MAYBE_ELSEWHERE = re.compile(r"\bpin\b"), re.compile(ELSEWHERE, re.I)
+# What the patterns above need, in small letters
+MAYBE_PASSWORD = re.compile(
+    rf"{WORDS}|pass|pw|cred|log ?in|zugangsdaten|identifiants|[ -]key|\b(?:pin|curl|mysql|mariadb"
+    r"|openssl|\w*client|redis-cli|net)\b"
+)
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
@@ -170,63 +114,54 @@ def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
     `api_key`.
     """
-    runs = [run.group() for run in RUN.finditer(text)]
-    small = text.lower()
-    if any(map(_has_digit, runs)):
+    is_long = any(map(_has_digit, RUN.findall(text)))
+    if is_long:
         for pattern in (*plugin_patterns(), *OURS):
             for match in pattern.finditer(text):
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
-    for match in SEED.finditer(text) if any(word in small for word in SEED_NAMES) else ():
+    for match in SEED.finditer(text):
         value = NO_SEED.sub("", match["value"])
         num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
         if value == match["value"] and MORE_WORDS.match(text, match.end()):
             num_words += 1  # there are more
         if num_words in SEED_WORDS or (match["sign"] and num_words >= SEED_WORDS[0]):
             yield start, start + len(value)
-    for match in WIF.finditer(text) if runs else ():
+    for match in WIF.finditer(text) if is_long else ():
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()
-    if any(word in small for word in KEY_NAMES):
-        for pattern in (NAMED, BEARER, PASSED):
-            for match in pattern.finditer(text):
-                value, start = match[match.lastgroup or 0], match.start(match.lastgroup or 0)
-                if _has_digit(value) and re.search("[A-Za-z]", value):
-                    yield start, start + len(value.rstrip(".-"))
+    if is_long:
+        for match in (match for named in NAMED for match in named.finditer(text)):
+            value, start = match["value"], match.start("value")
+            if _has_digit(value) and re.search("[A-Za-z]", value):
+                yield start, start + len(value.rstrip(".-"))
 
 
 def passwords(text: str) -> Iterator[Span]:
     """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
     a word or code.
     """
-    small = text.lower()
-    if (
-        any(name in small for name in PASSWORD_NAMES)
-        or PIN.search(small)
-        or (not text.isascii() and MAYBE_ELSEWHERE.search(text))
-    ):
+    if MAYBE_PASSWORD.search(text.lower()):
         for match in PASSWORD.finditer(text):
             group = "quoted" if match["quoted"] else "bare"
             value = match[group] if group == "quoted" else match[group].rstrip(".,:")
             if _is_password(value, quoted=group == "quoted"):
                 start = match.start(group)
                 yield start, start + len(value)
-        for match in SETTING.finditer(text):
-            kind = next(
-                name for name, found in match.groupdict().items() if found and name != "tag"
-            )
-            is_set = kind in ("line", "property") and not PLACEHOLDER.fullmatch(match[kind])
-            if is_set or _is_password(match[kind], quoted=True):
-                yield match.span(kind)
+        for match in (match for setting in SETTINGS for match in setting.finditer(text)):
+            if not PLACEHOLDER.fullmatch(match["value"]):
+                yield match.span("value")
+        for match in (match for quoted in QUOTED for match in quoted.finditer(text)):
+            if _is_password(match["value"], quoted=True):
+                yield match.span("value")
         for match in PASSWORD_NEXT.finditer(text):
             value = match["value"].rstrip(".,:?")
             if _is_mixed(value):
                 yield match.start("value"), match.start("value") + len(value)
-        for match in COMMAND.finditer(text):
-            kind = match.lastgroup or ""
-            if not PLACEHOLDER.fullmatch(match[kind].strip("\"'")):
-                yield match.span(kind)
+        for match in (match for command in COMMANDS for match in command.finditer(text)):
+            if not PLACEHOLDER.fullmatch(match["value"].strip("\"'")):
+                yield match.span("value")
         for match in CREDENTIALS.finditer(text):
             value = match["value"].rstrip(".,:?")
             if _is_password(value, quoted=False) and "=" not in value:
@@ -282,7 +217,7 @@ def _whole(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _has_digit(value: str) -> bool:
-    return any("0" <= letter <= "9" for letter in value)
+    return re.search("[0-9]", value) is not None
 
 
 def _is_mixed(value: str) -> bool:

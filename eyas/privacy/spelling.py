@@ -130,11 +130,12 @@ def plain(text: str) -> FoldedText:
 
 
 def has_numerals(text: str) -> bool:
-    """Whether two of its words may be digits; quick for ASCII."""
-    return not text.isascii() or any(
+    """Whether two of its words may be digits."""
+    words = WORD.findall(text.lower())
+    return not NUMERALS.keys().isdisjoint(words) and any(
         word in NUMERALS
         and (after in NUMERALS or after[0].isdigit() or after in HYPHENS or after in TIMES)
-        for word, after in itertools.pairwise(WORD.findall(text.lower()))
+        for word, after in itertools.pairwise(words)
     )
 
 
