@@ -1,8 +1,8 @@
 """Speed at the sizes that people run, held against llama.cpp and against reading the weights once.
 
     python benchmarks/sizes.py [--quick] [--shapes llama-1b,...] [--formats Q4_K_M,...]
-        [--llama BUILD ...] [--sections plain,rows,draft,head,loads] [--samples 5] [--threads N]
-        [--work FOLDER] [--data FOLDER]
+        [--llama BUILD ...] [--sections plain,rows,draft,head,loads,eagle3] [--samples 5]
+        [--threads N] [--work FOLDER] [--data FOLDER]
 
     plain       tokens/s of one request, and of a prompt of 512: eyas packed, llama-bench of every
                 BUILD (a folder with bin/llama-bench), and a plain read of the bytes that a token
@@ -15,12 +15,16 @@
     loads       the same with `auto` at 1, 4 and 16 requests at a time, greedy and at temperature 1,
                 with the head and with one that is spoiled: 9 of 10 rows of its lm_head are mixed up
 
-Weights are random (random_models.py): speed does not depend on their values. draft, head and loads
-need a head, so they are of bodies alone (body-1b, body-8b): SmolLM2 and its packaged head, padded
-with zeros to that shape by recipes/body.py, with their real acceptance. Every file has a process of
-its own. A file that is not in FOLDER (by default a temporary one) is written first. BF16 files run
-in bfloat16, the others packed. Times of rows and draft are tenth percentiles of calls in turn: what
-the code costs when nothing else wants the cores. The last line of stdout is one JSON object.
+    eagle3      one request by llama.cpp's own EAGLE-3 (bin/llama-server of the first BUILD) and by
+                ours, a chain of CHAIN, with the packaged head without the norms that it cannot read
+
+Weights are random (random_models.py): speed does not depend on their values. draft, head, loads
+and eagle3 need a head, so they are of bodies alone (body-1b, body-8b): SmolLM2 and its packaged
+head, padded with zeros to that shape by recipes/body.py, with their real acceptance. Every file has
+a process of its own. A file that is not in FOLDER (by default a temporary one) is written first.
+BF16 files run in bfloat16, the others packed. Times of rows and draft are tenth percentiles of
+calls in turn: what the code costs when nothing else wants the cores. The last line of stdout is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -47,7 +52,9 @@ from typing import Any
 
 import held_out
 import numpy as np
-from random_models import FORMATS, SHAPES, body, bytes_per_token, write_target
+from engines import plain_head
+from peers import Worker, head_folders
+from random_models import FORMATS, SHAPES, Shape, body, bytes_per_token, write_target
 
 from eyas import hub
 from eyas.chat import Chat
@@ -58,14 +65,16 @@ from eyas.model.arrays import Arrays
 from eyas.model.checkpoint import read_head
 from eyas.model.rows import FeatureCache, Growth, Roots, Rows, rows_of, slots_of
 from eyas.model.target import PAGE_SIZE, Target
+from eyas.operators.tensors import read_head as read_tensors
 
-SECTIONS = ("plain", "rows", "draft", "head", "loads")
+SECTIONS = ("plain", "rows", "draft", "head", "loads", "eagle3")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT, DECODED, CONTEXT = 512, 64, 200
 SPECULATION = "fixed(6,3,12)"  # the default tree
 STEPS, BRANCHES = 6, 3
 PROMPTS, CHARACTERS = 2, 700  # of each task, and at most
 LOADS, MANY, TEMPERATURES = (1, 4, 16), 8, (0.0, 1.0)
+CHAIN = 4
 SPOILED = 0.9  # of the rows of a head's lm_head
 READ_BYTES = 1 << 30
 
@@ -424,6 +433,67 @@ def loads(
     return found
 
 
+def eagle3(target: Target, file: Path, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """The section: milliseconds a token and tau over all prompts, and answers equal to those of the
+    same engine without a head.
+    """
+    small, folder = hub.resolve_target(shape.body_of), hub.resolve_target(str(file))
+    asked = prompts(folder, args)
+    with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
+        work = Path(made)
+        packaged = read_tensors(hub.resolve_head(shape.body_of))
+        plain = plain_head(*packaged, Target.load(small, "float32"), prompts(small, args))
+        own = head_folders(*plain, str(small), work, "plain")["head_eyas"]
+        body.write_body_head(own, shape.sizes, folder, work / "body")
+        forms = head_folders(*read_tensors(work / "body"), str(folder), work, "body")
+        settings = {"gguf": str(file), "as_is": True, "target": str(folder), "work": made}
+        settings |= {"llama_cpp": str(args.llama[0]), "threads": args.threads, "max_length": 1024}
+        settings |= {"precision": "bfloat16"}
+        with_head = {"head_vllm": forms["head_vllm"], "num_draft_steps": CHAIN}
+        arms: dict[str, Callable[[list[int]], tuple[list[int], float, int]]] = {}
+        for name, more in {"llama.cpp": {}, "llama.cpp, chain": with_head}.items():
+            worker = Worker(sys.executable, "llama_cpp", args.threads, work / f"{name}.log")
+            stack.callback(worker.close)
+            worker.ask("load", **settings, **more)
+
+            def theirs(prompt: list[int], worker: Worker = worker) -> tuple[list[int], float, int]:
+                tokens = {"max_tokens": args.decoded, "ignore_eos": True}
+                (one,) = worker.ask("decode", prompts=[prompt], **tokens)["answers"]
+                return one["tokens"], one["seconds"], one["rounds"]
+
+            arms[name] = theirs
+        head = Draft(*read_head(work / "body"), target)
+        speculations = {"eyas": "off", "eyas, chain": f"fixed({CHAIN},1,{CHAIN + 1})"}
+        for name, speculation in (speculations | {"eyas, auto": "auto"}).items():
+            config = EngineConfig(max_batch=1, speculation=speculation, text_drafts=False)
+            engine = Asked(Engine(target, head if speculation != "off" else None, config))
+
+            def ours(prompt: list[int], engine: Asked = engine) -> tuple[list[int], float, int]:
+                tokens, times = engine.tokens(args.decoded, prompt)
+                return tokens, times[-1] - times[0], len(times) - 1
+
+            arms[name] = ours
+        seconds, tokens, rounds = (dict.fromkeys(arms, 0.0) for _ in range(3))
+        equal = dict.fromkeys(arms, 0)
+        for prompt in asked * args.samples:
+            plain_ones: dict[str, list[int]] = {}
+            for name, arm in arms.items():
+                answer, taken, count = arm(prompt)
+                alone = plain_ones.setdefault(name.split(",")[0], answer)
+                equal[name] += answer == alone
+                seconds[name] += taken
+                tokens[name] += len(answer) - 1
+                rounds[name] += count
+    return {
+        name: {
+            "ms": round(1e3 * seconds[name] / tokens[name], 2),
+            "tau": round(tokens[name] / rounds[name], 2),
+            "equal": f"{equal[name]} of {len(asked) * args.samples}",
+        }
+        for name in arms
+    }
+
+
 # Files
 
 
@@ -464,6 +534,8 @@ def measured(file: Path, name: str, num_bytes: int, args: argparse.Namespace) ->
             worse = Draft(config, spoiled(tensors), engine.target)
             heads = {"head": padded, "spoiled": worse}
             found["loads"] = loads(engine.target, heads, prompts(target, args), args)
+    if shape.body_of and args.llama and "eagle3" in args.sections:
+        found["eagle3"] = eagle3(engine.target, file, shape, args)
     return found
 
 

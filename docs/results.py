@@ -176,6 +176,25 @@ def with_head(arm: str) -> Callable[[Figures], Cells]:
     return cells
 
 
+def eagle3(arm: str) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
+        found = figures["files"]["body-1b-Q4_K_M"]["eagle3"]
+        engine = found[arm.split(",")[0]]
+        speed = f"{engine['ms'] / found[arm]['ms']:.2f}"
+        return f"{found[arm]['ms']:.1f}", speed, f"{found[arm]['tau']:.2f}", found[arm]["equal"]
+
+    return cells
+
+
+def at_loads(head: str, temperature: int) -> Callable[[Figures], Cells]:
+    def cells(figures: Figures) -> Cells:
+        found = figures["files"]["body-1b-Q4_K_M"]["loads"]
+        names = [f"temperature {temperature}, {load} at a time" for load in (1, 4, 16)]
+        return tuple(f"{found[name][head]['speedup']:.2f}" for name in names)
+
+    return cells
+
+
 def codec(figures: Figures) -> Cells:
     kept = figures["codecs"]["within4"]
     return (f"{kept['share_of_bf16']:.3f}; {kept['tau_to_lossless']:.3f}",)
@@ -317,6 +336,27 @@ TABLES: list[Table] = [
         [
             ("default tree", "body", with_head(TREE)),
             ("trees that the policy chooses", "body", with_head("auto")),
+        ],
+    ),
+    (
+        "And beside llama.cpp's own EAGLE-3? (the same file; the head without norms, for both)",
+        "engine and drafts, ms a token, relative to itself without a head, tau, equal answers",
+        [
+            ("llama.cpp", "eagle3", eagle3("llama.cpp")),
+            ("llama.cpp, a chain of 4", "eagle3", eagle3("llama.cpp, chain")),
+            ("eyas", "eagle3", eagle3("eyas")),
+            ("eyas, a chain of 4", "eagle3", eagle3("eyas, chain")),
+            ("eyas, trees that the policy chooses", "eagle3", eagle3("eyas, auto")),
+        ],
+    ),
+    (
+        "And where a head hardly pays? (the same body; speed relative to plain, by `auto`)",
+        "head, 1 request, 4 requests, 16 requests",
+        [
+            ("spoiled (tau 1.02), greedy", "loads", at_loads("spoiled", 0)),
+            ("spoiled, temperature 1", "loads", at_loads("spoiled", 1)),
+            ("the real one, greedy", "loads", at_loads("head", 0)),
+            ("the real one, temperature 1", "loads", at_loads("head", 1)),
         ],
     ),
     (
