@@ -96,9 +96,15 @@ class Canary:
         return [of[0] for of in self.choices]
 
 
+def digest(args: argparse.Namespace, *more: object) -> str:
+    """Another one for whatever would give other canaries, or figures of what is named beside."""
+    of = args.target, args.canaries, KINDS, REPEATS, OPENINGS, *more
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:8]
+
+
 def planted(args: argparse.Namespace, vocabulary: TargetVocabulary) -> list[Canary]:
     """Computed once, and kept."""
-    kept = args.folder / f"canaries-{args.canaries}.pt"
+    kept = args.folder / f"canaries-{digest(args)}.pt"
     if kept.exists():
         return list(torch.load(kept, weights_only=False))
     folder = hub.resolve_target(args.target)
@@ -210,7 +216,7 @@ class Try:
             more += [one.samples[number % len(OPENINGS)] for number in range(times)]
         if self.planted == "text":
             more = taught_text(vocabulary, more)
-        batches = {"tokens": 2048, "packed": True}
+        batches = {"tokens": 2048}
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
         config = validated(TrainConfig, override(settings, self.settings), self.name)
         with progress_bar(self.name) as track:
@@ -305,7 +311,7 @@ def measured(
 def main() -> None:
     parser = held_out.feature_arguments(__doc__, prompts=1000)
     parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/leaks"))
-    parser.add_argument("--canaries", type=int, default=99, help="33 or a multiple")
+    parser.add_argument("--canaries", type=int, default=99, help="a multiple of 33")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
     args = parser.parse_args()
@@ -322,9 +328,7 @@ def main() -> None:
         tries.append(Try(name, args.passes, "all", tuple(settings.split())))
     board: dict[str, Any] = {}
     for one in tries[: 3 if args.quick else None]:
-        of = f"{features.manifest().identity} {args.target} {args.canaries} {KINDS} {REPEATS} "
-        of += f"{OPENINGS} {one}"
-        folder = args.folder / f"{one.name}-{hashlib.sha256(of.encode()).hexdigest()[:8]}"
+        folder = args.folder / f"{one.name}-{digest(args, features.manifest().identity, one)}"
         kept = folder / "figures.json"
         if not kept.exists():
             folder.mkdir(parents=True, exist_ok=True)

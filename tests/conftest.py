@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
-    builds = []
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    builds, is_all = [], config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_all and not config.option.keyword:
         builds.append(subprocess.Popen([sys.executable, "-m", "tests.sanitized", "build"]))
     importlib.import_module("eyas.model.library").unavailable()
     for build in builds:  # what fails is the failure of the test that wants it

@@ -15,7 +15,6 @@ from eyas.model import checkpoint
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.rows import prompt_rows
-from eyas.model.target import Target
 from eyas.operators.head import Head, head_files, load_head
 from eyas.operators.tensors import array_of, arrays_of, tensor_of
 from eyas.operators.ttt import Slots, unroll
@@ -32,6 +31,7 @@ from tests.tiny_batch import (
     tiny_vocabulary,
     wavy_head,
 )
+from tests.tiny_engine import load_as
 from tests.tiny_head import (
     PLAIN_NORMS,
     edit_config,
@@ -162,7 +162,7 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags):
     """Six entries from the target's features, then one fed back."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     head = load_head(head_folder(folder, tmp_path / "head", **flags))
-    target = Target.load(folder)
+    target = load_as("native", folder)
     draft = Draft(*checkpoint.read_head(tmp_path / "head"), target)
     tokens_T = torch.arange(20, 28)
     aux_hidden, _ = (features.clone() for features in features_of(target, tokens_T[None]))
@@ -189,7 +189,7 @@ def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path)
     """The same head with the target's matrices in its file, and with none or other ones."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     config, tensors = tiny_head(folder, draft_vocab_size=320)
-    target = Target.load(folder)
+    target = load_as("native", folder)
     page_table = np.zeros((1, 1), dtype=np.int32)
     rows = prompt_rows([[5, 6, 7]], [1], page_table, 16, first_column=1)
     aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)

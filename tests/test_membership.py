@@ -23,12 +23,20 @@ from tests.tiny_prompts import learned_head
 
 
 def test_the_share_of_pairs():
-    found = Membership.of([1.0, 2.0, 9.0], [2.0, 3.0])
+    found = Membership.of([1.0, 2.0, 9.0] * 3, [2.0, 3.0] * 4)
     assert found.auc == pytest.approx((2 + 1.5 + 0) / 6)
-    half = 1.96 * (np.var([1, 0.75, 0], ddof=1) / 3 + np.var([0.5, 2 / 3], ddof=1) / 2) ** 0.5
+    variances = np.var([1, 0.75, 0] * 3, ddof=1) / 9, np.var([0.5, 2 / 3] * 4, ddof=1) / 8
+    half = 1.96 * sum(variances) ** 0.5
     assert found.interval == pytest.approx((found.auc - half, found.auc + half))
-    with pytest.raises(EmptyInputError):
-        Membership.of([1.0], [])
+    assert Membership.of([*range(8), 9], range(6, 14)).interval[1] == 1.0
+
+
+@pytest.mark.parametrize("sizes", [(8, 0), (8, 7), (7, 8)])
+def test_too_few_answers_are_an_error(sizes):
+    """Even where all of them are told apart, since chance does so too."""
+    trained, held_out = ([float(side)] * size for side, size in enumerate(sizes))
+    with pytest.raises(EmptyInputError, match=f"{sizes[0]} trained and {sizes[1]} held-out"):
+        Membership.of(trained, held_out)
 
 
 @pytest.fixture(scope="module")

@@ -424,6 +424,21 @@ def test_those_whose_body_never_comes_make_room_all_at_once(world, monkeypatch):
             assert connection.recv(1) == b""
 
 
+def test_a_half_sent_body_is_answered_once_whole_though_the_server_is_full(world):
+    limits = LimitsConfig(max_connections=3, body_timeout_s=600)
+    with world.served(limits=limits) as client, ExitStack() as stack:
+        held = [stack.enter_context(opened(client)) for _ in range(3)]
+        for connection in held:
+            connection.sendall(HEAD + b"{")
+        while (refused := post(client, BODY)).status_code == 200:  # until the server has seen all
+            time.sleep(0.01)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        for connection in held:
+            connection.sendall(b'"a": 10}')
+            assert answer(connection, b"}}")[0] == 400
+
+
 def test_prompts_times_samples_are_counted_before_anything_is_made(world, monkeypatch):
     made = []
     monkeypatch.setattr(

@@ -31,7 +31,7 @@ from eyas.export.engines import ENGINES
 from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict, why_findings
 from eyas.log import Track, progress_bar
 
-MOST_AUC = 0.53  # of membership, that is told as a note
+MOST_AUC = 0.53  # of membership: an interval above it is a warning
 
 TextFile = Annotated[
     Path | None,
@@ -60,8 +60,8 @@ def command(
         str | None,
         typer.Option(
             metavar="FEATURES",
-            help="features that the head was trained on: does its loss tell their answers from "
-            "held-out ones?",
+            help="output of `eyas capture` that the head was trained on: how often its loss tells "
+            "these answers from the held-out ones",
         ),
     ] = None,
     as_json: JsonAlone = False,
@@ -72,10 +72,10 @@ def command(
     try:
         with progress_bar("check") as track:
             findings = check(head, target)
+            leak = [_leak(head, target, leaks)] if leaks else []
             replayed, why_not = (
                 _replayed(head, target, text, track, why) if replay else ([], "not asked for")
             )
-            leak = [_leak(head, target, leaks)] if leaks else []
     except EyasError as error:
         if as_json:
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
@@ -105,7 +105,7 @@ def _replayed(
 
 
 def _leak(head: str, target: str, features: str) -> CheckFinding:
-    """A warning where the membership AUC is above MOST_AUC for certain."""
+    """A warning where the whole interval of the membership AUC is above MOST_AUC."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("--leaks needs PyTorch", extra("train"))
     measured = importlib.import_module("eyas.evaluate.membership").membership
@@ -118,7 +118,7 @@ def _leak(head: str, target: str, features: str) -> CheckFinding:
     )
     if low <= MOST_AUC:
         return CheckFinding("note", what, "nothing to do")
-    hint = "fewer passes or more distinct answers lower it; see docs/production.md"
+    hint = "try fewer passes or more distinct answers; see docs/production.md"
     return CheckFinding("warning", what, hint)
 
 

@@ -26,7 +26,7 @@ from eyas.operators.vocab import TargetVocabulary, products
 from eyas.shards import Features, decode_sample, encoded
 from eyas.tau import Interval
 
-MOST_ANSWERS = 2000  # of each side
+LEAST_ANSWERS, MOST_ANSWERS = 8, 2000  # of each side; the interval of fewer means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,20 @@ class Membership:
 
     @classmethod
     def of(cls, trained: Sequence[float], held_out: Sequence[float]) -> Membership:
-        """By the losses of either side. Raises EmptyInputError where one has fewer than two."""
-        if min(len(trained), len(held_out)) < 2:
+        """By the losses of either side. Raises EmptyInputError where one has fewer than
+        LEAST_ANSWERS.
+        """
+        if min(len(trained), len(held_out)) < LEAST_ANSWERS:
             raise EmptyInputError(
-                f"there are {len(trained)} trained and {len(held_out)} held-out answers to compare",
-                "give stored features with both: capture.held_out_share above 0",
+                f"there are {len(trained)} trained and {len(held_out)} held-out answers to "
+                f"compare; it takes {LEAST_ANSWERS} of each",
+                "capture more answers, with a larger capture.held_out_share",
             )
         won = shares_above(trained, held_out), 1 - shares_above(held_out, trained)
         auc = float(won[0].mean())
         half = 1.96 * sum(one.var(ddof=1) / len(one) for one in won) ** 0.5
-        return cls(auc, (auc - half, auc + half), len(trained), len(held_out))
+        interval = max(auc - half, 0.0), min(auc + half, 1.0)
+        return cls(auc, interval, len(trained), len(held_out))
 
 
 def shares_above(losses: Sequence[float], others: Sequence[float]) -> np.ndarray:
