@@ -125,7 +125,7 @@ class Try:
 
 
 def our_head(args: argparse.Namespace, features: Artifact, one: Try, output: Artifact) -> None:
-    batches = {"tokens": args.tokens, "packed": True}
+    batches = {"tokens": args.tokens}
     settings = {"epochs": one.passes, "seed": one.seed, "batches": batches, "stop": STOP}
     config = validated(TrainConfig, override(settings, one.settings or ()), one.recipe)
     train_on, held = Features(features, "train"), Features(features, "held_out")

@@ -210,7 +210,7 @@ class Try:
             more += [one.samples[number % len(OPENINGS)] for number in range(times)]
         if self.planted == "text":
             more = taught_text(vocabulary, more)
-        batches = {"tokens": 2048, "packed": True}
+        batches = {"tokens": 2048}
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
         config = validated(TrainConfig, override(settings, self.settings), self.name)
         with progress_bar(self.name) as track:

@@ -66,7 +66,7 @@ def target_folder(args: Namespace) -> str:
 
 
 def documents(args: Namespace, made: Any) -> tuple[torch.Tensor, ...]:
-    """Tokens, answers, tapped and last states of the packed batch, [documents, length, ...]."""
+    """Tokens, answers, tapped and last states of the batch, [documents, length, ...]."""
     batch, shape = made.batch, (args.documents, args.length)
     parts = (batch.tokens_BT, batch.loss_mask_BT, batch.aux_hidden_BTA, batch.last_hidden_BTH)
     return tuple(part.reshape(*shape, *part.shape[2:]).to(DEVICE) for part in parts)
