@@ -23,12 +23,13 @@ from tests.tiny_prompts import learned_head
 
 
 def test_the_share_of_pairs():
-    found = Membership.of([1.0, 2.0, 9.0], [2.0, 3.0])
+    found = Membership.of([1.0, 2.0, 9.0] * 2, [2.0, 3.0] * 3)
     assert found.auc == pytest.approx((2 + 1.5 + 0) / 6)
-    half = 1.96 * (np.var([1, 0.75, 0], ddof=1) / 3 + np.var([0.5, 2 / 3], ddof=1) / 2) ** 0.5
+    won, lost = [1, 0.75, 0] * 2, [0.5, 2 / 3] * 3
+    half = 1.96 * (np.var(won, ddof=1) / 6 + np.var(lost, ddof=1) / 6) ** 0.5
     assert found.interval == pytest.approx((found.auc - half, found.auc + half))
-    with pytest.raises(EmptyInputError):
-        Membership.of([1.0], [])
+    with pytest.raises(EmptyInputError, match="6 trained and 5 held-out"):
+        Membership.of([1.0] * 6, [2.0] * 5)
 
 
 @pytest.fixture(scope="module")

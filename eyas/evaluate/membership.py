@@ -24,7 +24,7 @@ from eyas.operators.head import Head
 from eyas.operators.ttt import Slots, unroll
 from eyas.operators.vocab import TargetVocabulary, products
 from eyas.shards import Features, decode_sample, encoded
-from eyas.tau import Interval
+from eyas.tau import LEAST_ROWS, Interval
 
 MOST_ANSWERS = 2000  # of each side
 
@@ -42,11 +42,13 @@ class Membership:
 
     @classmethod
     def of(cls, trained: Sequence[float], held_out: Sequence[float]) -> Membership:
-        """By the losses of either side. Raises EmptyInputError where one has fewer than two."""
-        if min(len(trained), len(held_out)) < 2:
+        """By the losses of either side. Raises EmptyInputError where one has fewer than LEAST_ROWS:
+        of two each, all pairs are in order by chance once in six times, with no width at all.
+        """
+        if min(len(trained), len(held_out)) < LEAST_ROWS:
             raise EmptyInputError(
                 f"there are {len(trained)} trained and {len(held_out)} held-out answers to compare",
-                "give stored features with both: capture.held_out_share above 0",
+                f"give stored features with {LEAST_ROWS} of both: capture.held_out_share above 0",
             )
         won = shares_above(trained, held_out), 1 - shares_above(held_out, trained)
         auc = float(won[0].mean())
