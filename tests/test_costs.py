@@ -174,6 +174,16 @@ def test_a_cold_start_is_not_the_last_word():
     assert correction.factor(1) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize(("rests_with_trees", "ms"), [(False, 20.0), (True, 0.05)])
+def test_after_a_long_rest_one_round_does_not_decide(rests_with_trees, ms):
+    """A pause in the first round of the other kind is as little a reason as at the beginning."""
+    correction = Correction()
+    for _ in range(20_000):
+        correction.observe(1, rests_with_trees, 1.0, 1.0)
+    correction.observe(1, not rests_with_trees, 1.0, ms)
+    assert 1.0 < correction.factor(1) < 1.04
+
+
 def test_a_slower_machine_is_no_reason_to_stop_drafting():
     """Another program slows all rounds, also of the kind that is not running."""
     correction = Correction()

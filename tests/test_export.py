@@ -54,8 +54,9 @@ def target(tmp_path_factory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), rope_theta=500000.0)
 
 
-def trained(target: Path, url: str, **options) -> Artifact:
-    """A head as the train stage leaves it, with a lineage of one source."""
+def trained(target: Path, url: str, start=None, **options) -> Artifact:
+    """A head as the train stage leaves it, with a lineage of one source. start: its settings."""
+    settings = {"epochs": 3} | ({"start": start} if start else {})
     raw = Manifest(stage="source", identity="aa", config={"licence": "CC-BY-SA-4.0"},
                    counts={}, files={}, url="/home/me/sgd.jsonl")  # fmt: skip
     account = {"rows_in": 1200, "rows_out": 1000, "dropped": {"duplicate": 200}}
@@ -65,10 +66,10 @@ def trained(target: Path, url: str, **options) -> Artifact:
     prompts.begin(identity("prompts", {}, {"sgd": raw}))
     made = prompts.finish("prompts", {}, {"sgd": raw}, {"prompts": 1000}, {"ledger": ledger})
     artifact = Artifact(url)
-    artifact.begin(identity("train", {"epochs": 3}, {"features": made}))
+    artifact.begin(identity("train", settings, {"features": made}))
     for name, data in write_head(*tiny_head(target, **options), "eyas").items():
         artifact.write(name, data)
-    artifact.finish("train", {"epochs": 3}, {"features": made}, {"batches": 7})
+    artifact.finish("train", settings, {"features": made}, {"batches": 7})
     return Artifact(url)
 
 
@@ -572,6 +573,14 @@ def test_a_card_says_what_it_does_not_know(target, tmp_path):
     assert "eyas train FEATURES" in text
     training = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert training == {"train": {"epochs": 3}}
+    assert "--start" not in text
+
+
+def test_a_card_says_that_its_head_continued_another(target, tmp_path):
+    """Its settings leave out which: that is an input, by its content."""
+    continued = trained(target, str(tmp_path / "train"), start={"vocabulary": "keep"})
+    made(target, continued, tmp_path / "export")
+    assert "--config train.yaml --start EARLIER_HEAD --output HEAD" in card_of(tmp_path / "export")
 
 
 @pytest.mark.parametrize("chains", [{}, {"tau_by_num_draft_steps": [2.0]}])

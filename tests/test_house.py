@@ -33,7 +33,7 @@ ROOMS = {
     "privacy": (148, "personal data and secrets: search, surrogates, key"),
     "features": (130, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
-    "train": (106, "objective, optimizer, runs"),
+    "train": (107, "objective, optimizer, runs"),
     "cli": (123, "one file per command"),
     "top": (164, "artifacts, stores, records, errors, names of models, pages, Python's API"),
     "export": (98, "forms of other engines, check by replay, card, foretold speed"),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -35,12 +36,14 @@ from eyas.errors import (
     MissingInputError,
     StorageFullError,
 )
+from eyas.hub import locate
 from eyas.log import quiet
 from eyas.model.config import HeadOptions
 from eyas.model.target import Target
 from eyas.operators.batch import plan_batches
 from eyas.operators.head import load_head
 from eyas.operators.tensors import read_head
+from eyas.settings import validated
 from eyas.shards import Features
 from eyas.train import trainer
 from eyas.train.batches import BatchConfig, feed
@@ -141,6 +144,7 @@ def test_learns_and_describes_itself(made, features, tmp_path):
     assert "accuracy" in notes[-1][2]
     assert CHECKPOINT not in output.names()
     assert manifest.inputs["features"].identity == features.manifest().identity
+    assert TrainConfig.model_validate(manifest.config).batches == CONFIG.batches, "as on its card"
     head = load_head(tmp_path)
     assert head.config.taps == target.config.default_taps
     assert head.config.target_lm_head_sha256 == target.lm_head_sha256
@@ -380,6 +384,17 @@ def test_schedule_warms_up_and_falls_to_zero(schedule):
     assert last[0] <= rates[-1] <= last[1]
     assert rate.at(0, 1) > 0
     assert TrainConfig(learning_rate=0.1).learning_rate == RateConfig(peak=0.1)
+
+
+def test_run_files_of_earlier_versions_are_read():
+    """Settings that went may stand there at what is done now: old cards name all settings."""
+    card = (Path(locate("smollm2")) / "README.md").read_text()
+    settings = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])["train"]
+    assert settings["batches"].keys() > {"tokens", "packed"}
+    assert validated(TrainConfig, settings, "train").batches.tokens == 16384
+    for gone in ({"batches": {"packed": True}}, {"head": {"draft_tokens": "ids.npy"}}):
+        with pytest.raises(ConfigError, match=r"(packed|tokens) is no setting any more.*leave it"):
+            validated(TrainConfig, gone, "train")
 
 
 @given(

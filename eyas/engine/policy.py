@@ -111,7 +111,8 @@ class Correction:
         error = math.log(real_ms / predicted_ms) - expected
         error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
         of.machine_variance += _DRIFT[0]
-        of.trees_variance += _DRIFT[1]
+        # at most as at first, or after a long time one round alone would decide
+        of.trees_variance = min(of.trees_variance + _DRIFT[1], _FIRST[1])
         # of what is seen, with either log
         with_machine = of.machine_variance + of.covariance * drafted
         with_trees = of.covariance + of.trees_variance * drafted

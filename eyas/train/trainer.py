@@ -21,7 +21,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.errors import ConfigError, EyasError, MismatchError, StorageFullError
@@ -81,6 +81,8 @@ WITHOUT_EFFECT = {
     "objective": {"recompute"},  # rounding apart
     "start": {"head"},  # an input of the identity, by its content and not by its path
 }
+# Settings of earlier versions, which run files and cards still name, at what is done now.
+GONE = {"data_share": 1.0, "batches.packed": False, "head.draft_tokens": None}
 
 # Called on the first rank with each row of metrics.jsonl; a resumed run repeats the steps behind
 # its checkpoint. One that raises is dropped with a warning: no tracker ends a run.
@@ -109,6 +111,19 @@ class TrainConfig(BaseModel):
     stop: StopConfig = StopConfig()
     checkpoint_every: int = Field(200, ge=1)
     seed: int = Field(0, description="of new weights, order and random draws")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gone(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        given = {name: dict(one) if isinstance(one, dict) else one for name, one in given.items()}
+        for name, value in GONE.items():
+            section, _, field = name.rpartition(".")
+            place = given.get(section) if section else given
+            if isinstance(place, dict) and place.pop(field, value) != value:
+                raise ValueError(f"{name} is no setting any more (CHANGELOG.md): leave it out")
+        return given
 
 
 class DivergedError(EyasError):
