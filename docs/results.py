@@ -171,7 +171,7 @@ def in_rows(figures: Figures) -> Cells:
 def with_head(arm: str) -> Callable[[Figures], Cells]:
     def cells(figures: Figures) -> Cells:
         found = figures["files"]["body-1b-Q4_K_M"]["head"]
-        return f"{found['speedup'][arm]:.2f}", f"{found['tau'][arm]:.2f}"
+        return "-", f"{found['speedup'][arm]:.2f}", f"{found['tau'][arm]:.2f}", "all"
 
     return cells
 
@@ -182,15 +182,6 @@ def eagle3(arm: str) -> Callable[[Figures], Cells]:
         engine = found[arm.split(",")[0]]
         speed = f"{engine['ms'] / found[arm]['ms']:.2f}"
         return f"{found[arm]['ms']:.1f}", speed, f"{found[arm]['tau']:.2f}", found[arm]["equal"]
-
-    return cells
-
-
-def at_loads(head: str, temperature: int) -> Callable[[Figures], Cells]:
-    def cells(figures: Figures) -> Cells:
-        found = figures["files"]["body-1b-Q4_K_M"]["loads"]
-        names = [f"temperature {temperature}, {load} at a time" for load in (1, 4, 16)]
-        return tuple(f"{found[name][head]['speedup']:.2f}" for name in names)
 
     return cells
 
@@ -223,7 +214,7 @@ def on_gpu(name: str) -> Callable[[Figures], Cells]:
 SIZES = {
     "sizes_avx2": (
         ("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"),
-        ("smollm2", "135 M", "Q4_K_M Q4_0 Q8_0"),
+        ("smollm2", "135 M", "Q4_K_M"),
     ),
     "sizes_large": (
         ("llama-3b", "3 B", "Q4_K_M"),
@@ -332,31 +323,13 @@ TABLES: list[Table] = [
     ),
     (
         "What does a head gain at 1 B? (Q4_K_M, Spec-Bench; SmolLM2 and its head, padded by zeros)",
-        "drafts, speed relative to plain decoding, tau",
-        [
-            ("default tree", "body", with_head(TREE)),
-            ("trees that the policy chooses", "body", with_head("auto")),
-        ],
-    ),
-    (
-        "And beside llama.cpp's own EAGLE-3? (the same file; the head without norms, for both)",
         "engine and drafts, ms a token, relative to itself without a head, tau, equal answers",
         [
-            ("llama.cpp", "eagle3", eagle3("llama.cpp")),
-            ("llama.cpp, a chain of 4", "eagle3", eagle3("llama.cpp, chain")),
-            ("eyas", "eagle3", eagle3("eyas")),
-            ("eyas, a chain of 4", "eagle3", eagle3("eyas, chain")),
-            ("eyas, trees that the policy chooses", "eagle3", eagle3("eyas, auto")),
-        ],
-    ),
-    (
-        "And where a head hardly pays? (the same body; speed relative to plain, by `auto`)",
-        "head, 1 request, 4 requests, 16 requests",
-        [
-            ("spoiled (tau 1.02), greedy", "loads", at_loads("spoiled", 0)),
-            ("spoiled, temperature 1", "loads", at_loads("spoiled", 1)),
-            ("the real one, greedy", "loads", at_loads("head", 0)),
-            ("the real one, temperature 1", "loads", at_loads("head", 1)),
+            ("eyas, default tree", "body", with_head(TREE)),
+            ("eyas, trees that the policy chooses", "body", with_head("auto")),
+            ("the same, a head without norms", "eagle3", eagle3("eyas, auto")),
+            ("the same head, a chain of 4", "eagle3", eagle3("eyas, chain")),
+            ("llama.cpp's EAGLE-3, the same head and chain", "eagle3", eagle3("llama.cpp, chain")),
         ],
     ),
     (
@@ -406,10 +379,7 @@ TABLES: list[Table] = [
         "(median TPOT, tokens/s of all)",
         "drafts: steps-branches-nodes, tau, tau by `eyas eval`, "
         "1 request, 4 requests, 16 requests, 64 requests",
-        [
-            (name, "gpu_smollm2", on_gpu(name))
-            for name in ("plain", "5-4-16", "5-4-8", "3-1-4", "5-4-16 no overlap")
-        ],
+        [(name, "gpu_smollm2", on_gpu(name)) for name in ("plain", "5-4-16", "5-4-8", "3-1-4")],
     ),
     (
         "Can one client harm the others?",
