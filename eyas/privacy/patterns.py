@@ -108,12 +108,10 @@ SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
-# A word directly before a number: a thing of which it may be the part or the version.
-THING = re.compile(r"(?<![\w'’.@-])(?P<word>[a-z][a-z-]+)[ ]{1,2}\(?\Z")
-VERSIONED = re.compile(
-    r"(?:(?<![\w'’.@])(?:(?P<word>[A-Za-z][A-Za-z+-]+)[ ]{1,2}v?|[A-Z][A-Za-z]+ \()|[A-Za-z]-)\Z"
-)
-LEADS = re.compile(joined("leads"), re.I)  # of any number, or of a person's
+# Directly before a number: a thing of which it is the part, a program of which it is the version.
+# Closed lists: any other word may be a person's.
+PART = re.compile(rf"(?<![^\W_])(?:{joined('parts')})[ ]{{1,2}}\(?\Z", re.I)
+PROGRAM = re.compile(rf"(?<![^\W_])(?:{joined('programs')})(?:[ ]{{1,2}}\(?|-)\Z", re.I)
 
 PHONE_REGIONS: tuple[str, ...] = tuple(LISTS["countries"].split())
 LANGUAGE_REGIONS: dict[str, list[str]] = {
@@ -141,7 +139,7 @@ NO_PHONE = re.compile(
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
 # Two numbers side by side have ten groups at most; more are a row of a table of numbers.
-ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}")
+ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}(?![\w./(-])")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
@@ -222,13 +220,13 @@ def ip_addresses(text: str) -> Iterator[Span]:
             is_host = text[match.start() - 1 : match.start()] == "@"  # whoever logs in there
             said = is_host or says(text, *match.span(), IP_CUE)
             before = text[max(0, match.start() - NEAR_BEFORE) : match.start()]
-            is_agent = re.search(r"(?:[a-z]/|/[\w.-]+:)$", before, re.I)
+            is_agent = re.search(r"(?:[A-Za-z]/|(?:FROM|image:) [\w./-]+:)$", before)
             if not address.is_global or str(address) in RESOLVERS or is_agent:
                 continue
             is_version = (
                 sign == "."
                 and int(address.packed[0]) < MOST_OF_SECTION
-                and (word_before(text, match.start(), VERSIONED))
+                and PROGRAM.search(before) is not None
             )
             if said or (said is None and not is_small and not is_version):
                 yield match.span()
@@ -246,8 +244,7 @@ def cards(text: str) -> Iterator[Span]:
         if is_card(re.sub(r"\D", "", match.group())):
             said = says(text, *match.span(), CARD_CUE, holds=True)
             is_long = sum(map(str.isdigit, match[0])) > BARE_CARD
-            is_cut = ONE_MORE.match(text, match.end()) is not None
-            if said or (said is None and place and is_long and not is_cut):
+            if said or (said is None and place and is_long):
                 yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
         if (
@@ -319,7 +316,8 @@ def is_part(text: str, start: int) -> bool:
     """Whether the number at `start` is in the groups of an SSN and of a thing that the word before
     it names: "filter 481-29-7730".
     """
-    return SSN.match(text, start) is not None and word_before(text, start, THING)
+    before = text[max(0, start - NEAR_BEFORE) : start]
+    return SSN.match(text, start) is not None and PART.search(before) is not None
 
 
 def phones(text: str) -> Iterator[Span]:
@@ -478,7 +476,7 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     """Whether the number at [start, end) is what `cue` names: by the heading of its column, else by
     the words before it, of which one for goods counts more where it is nearer, else by a cue behind
     it. False: another kind of number is named; None: nothing is. holds: its check or its country's
-    groups are right, so that any cue beside it will do.
+    groups are right, so that any cue beside it will do, and words of any talk only in a table.
     """
     is_named, has_cue, has_goods, has_talk = _before(text, start, cue)
     behind, stated = JUST_BEHIND.match(text, end), STATED.match(text, end)
@@ -488,13 +486,8 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
         return True
     if has_goods:
         return False
-    return True if is_stated else False if has_talk else True if is_behind else None
-
-
-def word_before(text: str, start: int, kind: re.Pattern[str]) -> bool:
-    """Whether a word of a kind, which does not lead to any number, is directly before a place."""
-    found = kind.search(text[max(0, start - NEAR_BEFORE) : start])
-    return found is not None and not (found["word"] and LEADS.fullmatch(found["word"]))
+    is_other = has_talk and (not holds or column(text, start) != "")  # "my case: Jane 481-29-7730"
+    return True if is_stated else False if is_other else True if is_behind else None
 
 
 @functools.lru_cache(maxsize=64)
