@@ -604,6 +604,8 @@ def test_what_looks_like_them_is_left_alone(text):
         "bob ⟨24.17.88.201⟩, Jane (⟨24.17.88.202⟩), guest-⟨24.17.88.203⟩",
         "/var/log/auth.log:⟨124.17.88.201⟩ failed",
         "1 2 3 4 5 6 7 8 9 10 11 12 ⟨055-979-7114⟩",
+        "His number⁴ is ⟨481-29-7730⟩², call ⟨415-555-2671⟩¹ or ⟨(415) 555-2672⟩³.",
+        "⟨jane@web.com⟩¹ and ⟨54362315K⟩²",
     ],
 )
 def test_a_word_before_a_number_that_names_no_thing_leaves_it_found(text):
