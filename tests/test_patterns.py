@@ -605,6 +605,7 @@ def test_what_looks_like_them_is_left_alone(text):
         "/var/log/auth.log:⟨124.17.88.201⟩ failed",
         "1 2 3 4 5 6 7 8 9 10 11 12 ⟨055-979-7114⟩",
         "His number⁴ is ⟨481-29-7730⟩², call ⟨415-555-2671⟩¹ or ⟨(415) 555-2672⟩³.",
+        "PATIENT MRN ⟨00345678⟩, PASSPORT NO ⟨X1234567⟩, DL ⟨D1234567⟩",
         "⟨jane@web.com⟩¹ and ⟨54362315K⟩²",
     ],
 )

@@ -103,8 +103,8 @@ SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
-# Directly before a number: a thing of which it is the part, a program of which it is the version.
-# Closed lists: any other word may be a person's.
+# Directly before a number: a thing whose part, a program whose version it is. Closed lists: any
+# other word may be a person's.
 PART = re.compile(rf"(?<![^\W_])(?:{joined('parts')})[ ]{{1,2}}\(?\Z", re.I)
 PROGRAM = re.compile(rf"(?<![^\W_])(?:{joined('programs')})(?:[ ]{{1,2}}\(?|-)\Z", re.I)
 
@@ -211,9 +211,7 @@ def ip_addresses(text: str) -> Iterator[Span]:
             if not address.is_global or str(address) in RESOLVERS or is_agent:
                 continue
             is_version = (
-                sign == "."
-                and int(address.packed[0]) < MOST_OF_SECTION
-                and PROGRAM.search(before) is not None
+                sign == "." and int(address.packed[0]) < MOST_OF_SECTION and PROGRAM.search(before)
             )
             if said or (said is None and not is_small and not is_version):
                 yield match.span()
@@ -473,7 +471,7 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
         return True
     if has_goods:
         return False
-    is_other = has_talk and (not holds or column(text, start) != "")  # "my case: Jane 481-29-7730"
+    is_other = has_talk and (not holds or column(text, start) != "")
     return True if is_stated else False if is_other else True if is_behind else None
 
 
