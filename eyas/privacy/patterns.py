@@ -126,7 +126,7 @@ NORTH_AMERICAN = re.compile(r"(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-. ]\d{4
 NO_PHONE = re.compile(joined("no phone"))
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
 # Two numbers side by side have ten groups at most; more are a row of a table of numbers.
-ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}(?![\w./(-])")
+ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}(?![\w/(-]|\.\d)")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
