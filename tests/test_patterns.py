@@ -599,6 +599,7 @@ def test_what_looks_like_them_is_left_alone(text):
         "el cliente ⟨481-29-7730⟩ y mi esposa ⟨512-44-8831⟩",
         "my case: they took me for jane ⟨481-29-7730⟩, a list with al ⟨512-44-8831⟩",
         "driver ⟨481-29-7730⟩ ran late; driver: bob ⟨415-555-2671⟩",
+        "in order to verify me use ⟨481-29-7730⟩; thanks a lot, mine was ⟨481-29-7731⟩",
         "page 2: ⟨4539 1488 0343 6467⟩",
         "⟨4539 1488 0343 6467⟩\n⟨5500 0055 5555 5559⟩\n⟨3782 822463 10005⟩\n2210 Elm St",
         "bob ⟨24.17.88.201⟩, Jane (⟨24.17.88.202⟩), guest-⟨24.17.88.203⟩",

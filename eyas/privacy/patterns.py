@@ -147,6 +147,8 @@ STATED = re.compile(
 GOODS, TALK = (
     re.compile(rf"(?<![^\W\d_])(?:{joined(kind)})(?![^\W\d_])", re.I) for kind in ("goods", "talk")
 )
+# with one word between at most
+GOODS_NEXT = re.compile(GOODS.pattern + r"[\W_]*(?:\w+[\W_]+)?\Z", re.I)
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 RIPPLE = "rpshnaf39wBUDNEGHJKLM4PQRST7VWXYZ2bcdeCg65jkm8oFqi1tuvAxyz"
@@ -173,11 +175,7 @@ CREDENTIALS = re.compile(
     r"@[^\s<>\"'`{}]+",
     re.I,
 )
-TOKEN_IN_URL = re.compile(
-    r"[?&;#](?:(?:access|auth|id|refresh|session|sas)?_?token|api[_-]?key|sig|signature"
-    r"|pass(?:word|wd)?|pwd|secret|client_secret|x-amz-signature|code)=(?=[^&\s]*\d)[^&\s]{8,}",
-    re.I,
-)
+TOKEN_IN_URL = re.compile(joined("link tokens"), re.I)
 
 
 def mails(text: str) -> Iterator[Span]:
@@ -461,7 +459,8 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     """Whether the number at [start, end) is what `cue` names: by the heading of its column, else by
     the words before it, of which one for goods counts more where it is nearer, else by a cue behind
     it. False: another kind of number is named; None: nothing is. holds: its check or its country's
-    groups are right, so that any cue beside it will do, and words of any talk only in a table.
+    groups are right: any cue beside it will do; without a table words of any talk do not count, and
+    those for goods only next to it.
     """
     is_named, has_cue, has_goods, has_talk = _before(text, start, cue)
     behind, stated = JUST_BEHIND.match(text, end), STATED.match(text, end)
@@ -469,10 +468,12 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     is_stated = stated is not None and cue.search(stated[0]) is not None
     if is_named or (holds and (has_cue or is_behind or is_stated)):
         return True
+    if holds and not column(text, start):
+        near = text[max(0, start - NEAR_BEFORE) : start]
+        has_goods, has_talk = GOODS_NEXT.search(near) is not None, False
     if has_goods:
         return False
-    is_other = has_talk and (not holds or column(text, start) != "")
-    return True if is_stated else False if is_other else True if is_behind else None
+    return True if is_stated else False if has_talk else True if is_behind else None
 
 
 @functools.lru_cache(maxsize=64)
