@@ -143,11 +143,10 @@ STATED = re.compile(
     r"[\"')\]]?(?:,? (?:that|this|which|it)(?:'s| is| was)| (?:is|was|ist|war|es|est|é|è|är|er)) "
     r"[^\n.;!?\d]{0,32}\w*"
 )
-# Words that say that a number is no person's: orders, parts, versions, sums; those of any talk.
+# Words that say that a number is no person's; those of any talk.
 GOODS, TALK = (
     re.compile(rf"(?<![^\W\d_])(?:{joined(kind)})(?![^\W\d_])", re.I) for kind in ("goods", "talk")
 )
-# with one word between at most
 GOODS_NEXT = re.compile(GOODS.pattern + r"[\W_]*(?:\w+[\W_]+)?\Z", re.I)
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
