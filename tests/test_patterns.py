@@ -580,7 +580,7 @@ def test_values_of_other_countries_and_programs_are_found(type):
         "FROM registry/app:4.19.72.99",
         "Shifts: Mon 0730-1400, Tue 0945-1615, Wed 0900-1445",
         "The crate is 6706 4808 9506 mm.",
-        "Sheet A266, grid 447-337-8591: move the door.",
+        "Move it from bin 215-17-3791 to shelf 315-17-3792.",
     ],
 )
 def test_what_looks_like_them_is_left_alone(text):
@@ -595,6 +595,19 @@ def test_what_looks_like_them_is_left_alone(text):
         "Our firewall blocked ⟨18.206.107.24⟩ again",
         "the attacker ⟨18.206.107.24⟩, then ⟨18.206.107.25⟩",
         "ssh deploy@⟨18.206.107.24⟩",
+        "guy ⟨481-29-7730⟩, tenant ⟨512-44-8831⟩, jane smith (⟨519-44-8832⟩)",
+        "el cliente ⟨481-29-7730⟩ y mi esposa ⟨512-44-8831⟩",
+        "my case: they took me for jane ⟨481-29-7730⟩, a list with al ⟨512-44-8831⟩",
+        "driver ⟨481-29-7730⟩ ran late; driver: bob ⟨415-555-2671⟩",
+        "in order to verify me use ⟨481-29-7730⟩; thanks a lot, mine was ⟨481-29-7731⟩",
+        "page 2: ⟨4539 1488 0343 6467⟩",
+        "⟨4539 1488 0343 6467⟩\n⟨5500 0055 5555 5559⟩\n⟨3782 822463 10005⟩\n2210 Elm St",
+        "bob ⟨24.17.88.201⟩, Jane (⟨24.17.88.202⟩), guest-⟨24.17.88.203⟩",
+        "/var/log/auth.log:⟨124.17.88.201⟩ failed",
+        "1 2 3 4 5 6 7 8 9 10 11 12 ⟨055-979-7114⟩",
+        "His number⁴ is ⟨481-29-7730⟩², call ⟨415-555-2671⟩¹ or ⟨(415) 555-2672⟩³.",
+        "PATIENT MRN ⟨00345678⟩, PASSPORT NO ⟨X1234567⟩, DL ⟨D1234567⟩",
+        "⟨jane@web.com⟩¹ and ⟨54362315K⟩²",
     ],
 )
 def test_a_word_before_a_number_that_names_no_thing_leaves_it_found(text):

@@ -364,6 +364,8 @@ SPELLINGS = [
     ("HANDLE", "@ana_lee84", "ana_lee84"),
     ("PASSWORD", "hunter22", "hunter22"),
     ("DATE_OF_BIRTH", "5 March 1984", "５ March １９８４"),
+    ("DATE_OF_BIRTH", "12/04/1988", "12.04.1988"),
+    ("DATE_OF_BIRTH", "12-04-1988", "12 04 1988"),
 ]
 
 
@@ -374,6 +376,15 @@ def test_a_value_found_once_is_replaced_everywhere(type, value, mention):
     second = made[1].removeprefix("again ").removesuffix(" , please")
     assert value not in made[0]
     assert re.sub(r"\W", "", first) == re.sub(r"\W", "", second)
+
+
+def test_a_date_in_digits_is_one_in_any_order_and_with_or_without_zeros():
+    texts = ["DOB 05/04/1988", "5.4.1988, 1988-04-05, 4/5/1988"]
+    first, second = replaced(texts, ("DATE_OF_BIRTH", "05/04/1988"))
+    date = first.removeprefix("DOB ")
+    german, iso, american = second.split(", ")
+    assert date == german == iso
+    assert {date, american}.isdisjoint(["05/04/1988", "4/5/1988"])
 
 
 def test_a_user_who_is_called_like_a_word_is_replaced_in_paths_and_addresses_alone():

@@ -277,6 +277,14 @@ def birth_date(value: str, draw: KeyedRandom) -> str:
     return "".join(parts)
 
 
+def date_parts(value: str) -> list[str]:
+    """The numbers of a date in digits, the year last, without zeros before them; [] for another."""
+    parts = [part.lstrip("0") for part in re.findall(r"[^\W_]+", value)]
+    if len(parts) != 3 or not all(map(str.isdigit, parts)):
+        return []
+    return parts[::-1] if len(parts[0]) == 4 else parts
+
+
 def _ordinal(number: str, like: str) -> str:
     """The number with the ending of English ordinals, if `like` has one."""
     if like.isdigit():

@@ -18,6 +18,7 @@ import yaml
 
 from eyas.fold import fold
 from eyas.privacy.findings import Finding, join_overlaps
+from eyas.privacy.invented import date_parts
 from eyas.privacy.pii import BY_NAME, canonical
 from eyas.privacy.spelling import plain
 from eyas.privacy.tagger import IS_SINGLE, MARKS, SINGLE, tagger
@@ -41,6 +42,7 @@ SHORTEST_STEM = 3  # letters of a name that its forms share
 SHORTEST_VALUE = 4  # letters and digits; less is in too many texts by chance
 SHORTEST_SINGLE = 2  # characters of a script without spaces
 SEPARATOR = r"[\W_]{0,3}"  # between the letters and digits of a number
+DATE_SIGN = r"[\W_]{1,3}"  # between the numbers of a date
 SUBJECT = re.compile(
     r"\s+(?:he|she|it|they|you|we|i|the|there|this|that|these|those|his|her|its|their|my|your|our"
     r"|an?|any|all|be|not)\b",
@@ -152,7 +154,12 @@ def _written(type: str, value: str) -> str:
         return re.escape(key) if len(key) >= SHORTEST_SINGLE else ""
     if sum(map(str.isalnum, key)) < SHORTEST_VALUE:
         return ""
-    if BY_NAME[type].is_numbered:
+    if type == "DATE_OF_BIRTH" and (parts := date_parts(value)):
+        numbers = [f"0?{one}" for one in parts]
+        one, other, year = numbers
+        orders = (numbers, (other, one, year), numbers[::-1])  # the year first, or as in the US
+        between = f"(?:{'|'.join(map(DATE_SIGN.join, orders))})"
+    elif BY_NAME[type].is_numbered:
         between = SEPARATOR.join(map(re.escape, key))
         if type == "PHONE_NUMBER":  # with its country's or its trunk's digits, and without
             between = rf"(?:\+?\d{{1,3}}{SEPARATOR})?{between}"

@@ -95,12 +95,7 @@ ACCOUNT_NUMBER = re.compile(
     re.I,
 )
 SIX_DIGITS = re.compile(r"\d[\d -]{4,22}\d")
-# What stands behind the word alone as well: dates, years, sums.
-NO_ACCOUNT = re.compile(
-    r"(?:19|20)\d\d[- ](?:(?:19|20)\d\d|\d\d?[- ]\d\d?)(?!\d)|\d\d?[- ]\d\d?[- ](?:19|20)\d\d(?!\d)"
-    r"|[\d -]+(?:[$€£¥%]|(?:dollars|euros?|eur|usd|gbp|pounds|million|billion|thousand)\b)",
-    re.I,
-)
+NO_ACCOUNT = re.compile(joined("no account"), re.I)
 SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
 
 SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
@@ -108,12 +103,10 @@ SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
-# A word directly before a number: a thing of which it may be the part or the version.
-THING = re.compile(r"(?<![\w'’.@-])(?P<word>[a-z][a-z-]+)[ ]{1,2}\(?\Z")
-VERSIONED = re.compile(
-    r"(?:(?<![\w'’.@])(?:(?P<word>[A-Za-z][A-Za-z+-]+)[ ]{1,2}v?|[A-Z][A-Za-z]+ \()|[A-Za-z]-)\Z"
-)
-LEADS = re.compile(joined("leads"), re.I)  # of any number, or of a person's
+# Directly before a number: a thing whose part, a program whose version it is. Closed lists: any
+# other word may be a person's.
+PART = re.compile(rf"(?<![^\W_])(?:{joined('parts')})[ ]{{1,2}}\(?\Z", re.I)
+PROGRAM = re.compile(rf"(?<![^\W_])(?:{joined('programs')})(?:[ ]{{1,2}}\(?|-)\Z", re.I)
 
 PHONE_REGIONS: tuple[str, ...] = tuple(LISTS["countries"].split())
 LANGUAGE_REGIONS: dict[str, list[str]] = {
@@ -130,18 +123,10 @@ PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전
 # Without a cue a national number shows itself by its country's own groups: North America's, or
 # those behind a trunk 0 in PHONE_REGIONS.
 NORTH_AMERICAN = re.compile(r"(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-. ]\d{4}")
-# Runs of digits that are something else: dates (with a time), spans of hours and years, dotted
-# quads, ISBN.
-NO_PHONE = re.compile(
-    r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
-    r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
-    r"|\d{1,2}\.\d+|\d{1,3}\.\d{1,2}\.\d{1,4}\.\d{3,6}|\d-\d{2,6}-\d{2,6}-\d"
-    r"|[01]\d[0-5]\d-[012]\d[0-5]\d"
-    r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
-)
+NO_PHONE = re.compile(joined("no phone"))
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
 # Two numbers side by side have ten groups at most; more are a row of a table of numbers.
-ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}")
+ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}(?![\w/(-]|\.\d)")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
@@ -158,10 +143,11 @@ STATED = re.compile(
     r"[\"')\]]?(?:,? (?:that|this|which|it)(?:'s| is| was)| (?:is|was|ist|war|es|est|é|è|är|er)) "
     r"[^\n.;!?\d]{0,32}\w*"
 )
-# Words that say that a number is no person's: orders, parts, versions, sums; those of any talk.
+# Words that say that a number is no person's; those of any talk.
 GOODS, TALK = (
     re.compile(rf"(?<![^\W\d_])(?:{joined(kind)})(?![^\W\d_])", re.I) for kind in ("goods", "talk")
 )
+GOODS_NEXT = re.compile(GOODS.pattern + r"[\W_]*(?:\w+[\W_]+)?\Z", re.I)
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 RIPPLE = "rpshnaf39wBUDNEGHJKLM4PQRST7VWXYZ2bcdeCg65jkm8oFqi1tuvAxyz"
@@ -188,11 +174,7 @@ CREDENTIALS = re.compile(
     r"@[^\s<>\"'`{}]+",
     re.I,
 )
-TOKEN_IN_URL = re.compile(
-    r"[?&;#](?:(?:access|auth|id|refresh|session|sas)?_?token|api[_-]?key|sig|signature"
-    r"|pass(?:word|wd)?|pwd|secret|client_secret|x-amz-signature|code)=(?=[^&\s]*\d)[^&\s]{8,}",
-    re.I,
-)
+TOKEN_IN_URL = re.compile(joined("link tokens"), re.I)
 
 
 def mails(text: str) -> Iterator[Span]:
@@ -222,13 +204,11 @@ def ip_addresses(text: str) -> Iterator[Span]:
             is_host = text[match.start() - 1 : match.start()] == "@"  # whoever logs in there
             said = is_host or says(text, *match.span(), IP_CUE)
             before = text[max(0, match.start() - NEAR_BEFORE) : match.start()]
-            is_agent = re.search(r"(?:[a-z]/|/[\w.-]+:)$", before, re.I)
+            is_agent = re.search(r"(?:[A-Za-z]/|(?:FROM|image:) [\w./-]+:)$", before)
             if not address.is_global or str(address) in RESOLVERS or is_agent:
                 continue
             is_version = (
-                sign == "."
-                and int(address.packed[0]) < MOST_OF_SECTION
-                and (word_before(text, match.start(), VERSIONED))
+                sign == "." and int(address.packed[0]) < MOST_OF_SECTION and PROGRAM.search(before)
             )
             if said or (said is None and not is_small and not is_version):
                 yield match.span()
@@ -246,8 +226,7 @@ def cards(text: str) -> Iterator[Span]:
         if is_card(re.sub(r"\D", "", match.group())):
             said = says(text, *match.span(), CARD_CUE, holds=True)
             is_long = sum(map(str.isdigit, match[0])) > BARE_CARD
-            is_cut = ONE_MORE.match(text, match.end()) is not None
-            if said or (said is None and place and is_long and not is_cut):
+            if said or (said is None and place and is_long):
                 yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
         if (
@@ -319,7 +298,8 @@ def is_part(text: str, start: int) -> bool:
     """Whether the number at `start` is in the groups of an SSN and of a thing that the word before
     it names: "filter 481-29-7730".
     """
-    return SSN.match(text, start) is not None and word_before(text, start, THING)
+    before = text[max(0, start - NEAR_BEFORE) : start]
+    return SSN.match(text, start) is not None and PART.search(before) is not None
 
 
 def phones(text: str) -> Iterator[Span]:
@@ -478,7 +458,8 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     """Whether the number at [start, end) is what `cue` names: by the heading of its column, else by
     the words before it, of which one for goods counts more where it is nearer, else by a cue behind
     it. False: another kind of number is named; None: nothing is. holds: its check or its country's
-    groups are right, so that any cue beside it will do.
+    groups are right: any cue beside it will do; without a table words of any talk do not count, and
+    those for goods only next to it.
     """
     is_named, has_cue, has_goods, has_talk = _before(text, start, cue)
     behind, stated = JUST_BEHIND.match(text, end), STATED.match(text, end)
@@ -486,15 +467,12 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
     is_stated = stated is not None and cue.search(stated[0]) is not None
     if is_named or (holds and (has_cue or is_behind or is_stated)):
         return True
+    if holds and not column(text, start):
+        near = text[max(0, start - NEAR_BEFORE) : start]
+        has_goods, has_talk = GOODS_NEXT.search(near) is not None, False
     if has_goods:
         return False
     return True if is_stated else False if has_talk else True if is_behind else None
-
-
-def word_before(text: str, start: int, kind: re.Pattern[str]) -> bool:
-    """Whether a word of a kind, which does not lead to any number, is directly before a place."""
-    found = kind.search(text[max(0, start - NEAR_BEFORE) : start])
-    return found is not None and not (found["word"] and LEADS.fullmatch(found["word"]))
 
 
 @functools.lru_cache(maxsize=64)

@@ -259,11 +259,14 @@ NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
 
 def canonical(type: str, value: str) -> str:
     """The form in which two mentions of a value are equal: folded, without case; of numbers without
-    separators, of telephone numbers without the country's or the trunk's digits either.
+    separators, of telephone numbers without the country's or the trunk's digits either; of dates in
+    digits the numbers, the year last.
     """
     value = plain(value).text.casefold()
     if type == "PHONE_NUMBER":
         return "x".join(filter(None, invented.phone_parts(value)[1:]))
+    if type == "DATE_OF_BIRTH" and (parts := invented.date_parts(value)):
+        return "/".join(parts)
     if BY_NAME[type].is_numbered:
         return "".join(letter for letter in value if letter.isalnum())
     return " ".join(value.removeprefix(BY_NAME[type].sign).split())

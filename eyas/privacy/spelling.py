@@ -60,6 +60,8 @@ OTHER = "\u0530-\u1cff\u2e80-\ua4cf\ua840-\uabff\uac00-\ud7ff\uf900-\ufaff\ufb1d
 TOUCHING = re.compile(
     rf"[{OTHER}](?=[A-Za-z0-9\u00c0-\u024f+(])|[A-Za-z0-9\u00c0-\u024f](?=[{OTHER}])"
 )
+# Its mark is no part of the value before it.
+FOOTNOTE = re.compile(r"(?<=\d)[²³¹⁰⁴-⁹]+|(?<=[A-Za-z])[²³¹⁰⁴-⁹]{1,2}(?![\w-])")
 AT_CAPITAL = re.compile("(?<=[a-z0-9])AT(?=[a-z0-9-]+DOT[a-z])")
 DOT_CAPITAL = re.compile("(?<=[a-z0-9])DOT(?=[a-z])")
 NUMBER_DOT = re.compile(r"(?<=\d) dot (?=\d)", re.I)
@@ -105,7 +107,7 @@ def plain(text: str) -> FoldedText:
     """The text as patterns are matched to it: folded, a space between scripts, mail addresses in
     their usual spelling, long numbers in digits.
     """
-    folded = fold(text)
+    folded = fold(text if text.isascii() else FOOTNOTE.sub(lambda mark: "^" * len(mark[0]), text))
     if not folded.text.isascii():
         folded = folded.sub(TOUCHING, lambda match: f"{match[0]} ")
     if any(sign in folded.text for sign in IN_BRACKETS):
