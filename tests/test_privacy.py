@@ -276,7 +276,7 @@ def test_no_value_reaches_a_log(caplog):
 
 
 def test_versions_name_every_library_that_decides():
-    assert set(versions()) == {"phonenumbers", "tagger", *LIBRARIES}
+    assert set(versions()) == {"phonenumbers", "patterns", "tagger", *LIBRARIES}
     assert all(versions().values())
 
 

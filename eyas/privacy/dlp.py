@@ -162,7 +162,7 @@ def _num_bytes(pieces: Sequence[Piece]) -> int:
 
 
 def _halves(pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
-    """Half of the texts each, or overlapping halves of the only one; [] when that is too short."""
+    """Half of the texts each, or overlapping halves of one; [] when that is too short."""
     middle = len(pieces) // 2
     if middle:
         return [pieces[:middle], pieces[middle:]]

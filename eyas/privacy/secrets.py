@@ -204,9 +204,7 @@ def _secret(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _whole(text: str, start: int, end: int) -> tuple[int, int]:
-    """The span widened to where the run of such characters ends: a pattern of fixed length may end
-    within a longer secret.
-    """
+    """The span widened to the whole run: a pattern of fixed length may end within a secret."""
     while not IN_SECRET.match(text[start : start + 1]):
         start += 1
     while end > start and not IN_SECRET.match(text[end - 1]):
