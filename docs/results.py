@@ -212,17 +212,14 @@ def on_gpu(name: str) -> Callable[[Figures], Cells]:
 
 
 SIZES = {
-    "sizes_avx2": (
-        ("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"),
-        ("smollm2", "135 M", "Q4_K_M"),
-    ),
+    "sizes_avx2": (("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"),),
     "sizes_large": (
         ("llama-3b", "3 B", "Q4_K_M"),
         ("qwen3-4b", "Qwen3 4 B", "Q4_K_M"),
         ("qwen3-moe", "Mixture of experts, 5 GB", "Q4_K_M"),
         ("llama-8b", "8 B", "Q4_K_M"),
     ),
-    "sizes_avx512": (("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"),),
+    "sizes_avx512": (("llama-1b", "1 B", "Q4_K_M Q4_0 Q8_0"), ("llama-3b", "3 B", "Q4_K_M")),
     "sizes_amx": (
         ("llama-1b", "1 B", "Q4_K_M Q4_0"),
         ("llama-3b", "3 B", "Q4_K_M"),
