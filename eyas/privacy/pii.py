@@ -66,12 +66,12 @@ class PiiType:
     text as `spelling.plain` gives it; None: a name, found by `entities`. surrogate: an invented
     value in place of one; None: a person's, word by word (`surrogates`). is_numbered: case and
     separators do not tell two values apart, and a surrogate keeps those of the place. sign:
-    what may stand before the value or not. is_named: whether a word beside
-    [start, end) of a text says what it is; if none does, the default action is not to drop the
-    row, but what `policy` says. is_reserved: whether a value is one set
-    aside for examples. is_windowed: long texts are searched in pieces (`detector.in_windows`);
-    keys may be longer than a piece, a number's column has its heading at the top, and links are
-    found in linear time. has_digit: each value holds one, so a text without digits is not searched.
+    what may stand before the value or not. is_named: whether a word beside [start, end) of a text
+    says what it is; if none does, the default action is not to drop the row, but what `policy`
+    says. is_reserved: whether a value is one set aside for examples. is_windowed: long texts are
+    searched in pieces (`detector.in_windows`); keys may be longer than a piece, a number's column
+    has its heading at the top, and links are found in linear time. has_digit: each value holds one,
+    so a text without digits is not searched.
     """
 
     name: str

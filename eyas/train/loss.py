@@ -8,8 +8,8 @@
 
 At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
 target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
-more. A slot whose target argmax is outside the
-draft vocabulary carries no loss and counts as a miss.
+more. A slot whose target argmax is outside the draft vocabulary carries no loss and counts as a
+miss.
 docs/decisions/training.md says where the reference leaves a choice.
 
 Nothing as wide as a vocabulary is kept: logits exist for some rows at a time.
