@@ -1,15 +1,14 @@
-"""How likely the target accepts a draft: what the draft says itself, corrected by counts.
+"""How likely the target accepts a draft: the draft's own probability, corrected by counts.
 
     conditional  P(candidate drawn | its parent drawn)
     path         product of the conditionals from the root: never above the parent's
 
-A candidate is judged when its parent was drawn, verified or not: the next drawn token says which
-child it was, if any. A head is over- or underconfident by the ratio of drawn to expected
-candidates, counted by depth (before that, over all depths). A candidate of text has the probability
-of its kind of match; where the head proposes the same token, one of the two has to be right.
+A candidate is judged when its parent was drawn: the next drawn token says which child it was. The
+ratio of drawn to expected candidates of the head, counted by depth, corrects a head's confidence. A
+candidate of text has the probability of its kind of match.
 
-Letters: B requests with candidates, C candidates of each, D the longest answer of the round, K
-draft steps.
+Letters: B requests with candidates, C candidates of each, D longest answer of the round, K draft
+steps.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _FIRST_OF_TEXT = np.repeat(FIRST_ACCEPTANCE, 2)  # by kind
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of a round's candidates: above int64 [B, C], each one's parent as a place in an array [B, C +
-    1] whose last column is the root; own [B, C], the draft's conditional; paths float64 [B, C], the
-    calibrated path probabilities.
+    """above int64 [B, C]: each candidate's parent as a place in an array [B, C + 1] whose last
+    column is the root. own [B, C]: the draft's conditionals. paths float64 [B, C]: calibrated path
+    probabilities.
     """
 
     above: np.ndarray
@@ -43,8 +42,8 @@ class Calibration:
 
 
 class Acceptance:
-    """expected, drawn: float64 [K], judged candidates of the head. text_judged, text_drawn: float64
-    [NUM_KINDS], those of text. What follows from them is cached until they change.
+    """expected, drawn float64 [K]: judged candidates of the head. text_judged, text_drawn float64
+    [NUM_KINDS]: those of text.
     """
 
     def __init__(self, num_draft_steps: int) -> None:
@@ -89,8 +88,8 @@ class Acceptance:
     def observe(
         self, proposals: Proposals, calibration: Calibration, emitted: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Count a round. emitted: the tokens of each request. Returns how many accepted drafts came
-        from each of SOURCES.
+        """Count a round. emitted: each request's tokens. Returns the accepted drafts of each of
+        SOURCES.
         """
         kinds, depths = proposals.kinds, proposals.depths
         judged, drawn, accepted = judge(proposals, calibration.above, emitted)
@@ -114,15 +113,15 @@ class Acceptance:
         return [num_accepted - of_text, of_text - both, both]
 
     def _levels(self, depths: np.ndarray) -> np.ndarray:
-        """Where candidates of these depths are counted: text's chains may be deeper than K."""
+        """Where these depths are counted: text's chains may be deeper than K."""
         levels: np.ndarray = np.minimum(depths, len(self.drawn)) - 1
         return levels
 
 
 def along_paths(own: np.ndarray, above: np.ndarray, longest: int) -> np.ndarray:
-    """Products [B, C] over each candidate's path from the root of its own values [B, C]: numbers,
-    or bools that all have to be true. above: of `Calibration`. longest: the depth of the longest
-    path. Each step doubles the multiplied part of a path.
+    """Products [B, C] of own [B, C] over each candidate's path from the root: of numbers, or of
+    bools. above: of `Calibration`. longest: depth of the longest path. Each step doubles the
+    multiplied part of a path.
     """
     B, C = own.shape
     paths, jump = _with_root(own, 1), np.empty((B, C + 1), dtype=np.int64)
@@ -138,8 +137,8 @@ def along_paths(own: np.ndarray, above: np.ndarray, longest: int) -> np.ndarray:
 def judge(
     proposals: Proposals, above: np.ndarray, emitted: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Three bool [B, C]: candidates whose parent was drawn, those drawn themselves, and of these
-    the accepted drafts: all but a request's last token, which the target adds.
+    """Three bool [B, C]: candidates whose parent was drawn; those drawn themselves; of these the
+    accepted drafts, all but a request's last token.
     """
     lengths = [len(row) for row in emitted]
     depth, longest = int(proposals.depths.max()), max(lengths)
@@ -162,7 +161,7 @@ def _summed(values: np.ndarray) -> np.ndarray:
 
 
 def _with_root(values: np.ndarray, root: float) -> np.ndarray:
-    """Values [B, C] with a column for the root behind them, [B, C + 1]."""
+    """[B, C] -> [B, C + 1], the root's column last."""
     B, C = values.shape
     rooted = np.empty((B, C + 1), dtype=values.dtype)
     rooted[:, :C] = values

@@ -1,12 +1,10 @@
-"""What the work of a round costs on this machine, in milliseconds: measured once, kept on disk.
+"""What the work of a round costs on this machine, in ms: measured once, kept on disk.
 
-    target(M)   one target forward of M rows of one request
-    decode(B)   one of a row of each of B requests, with their prefixes
-    step(R)     one draft step of R rows, proposals included
-    extend(R)   the draft's catch-up on R tokens
-    enter(R)    the draft's entries of R tokens from which nothing is drafted
-
-`measure` knows numbers of rows and a clock; `RoundWork` is the work of real models.
+target(M)   one target forward of M rows of one request
+decode(B)   one of a row of each of B requests, with their prefixes
+step(R)     one draft step of R rows, proposals included
+extend(R)   the draft's catch-up on R tokens
+enter(R)    the draft's entries of R tokens from which nothing is drafted
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ from eyas.model.target import Target
 from eyas.model.threads import num_threads
 from eyas.model.weights import keep
 
-# Up to this many missing entries are made in one call with the root's; more are made before it, in
-# a call that computes no outputs.
-AT_ONCE = 8
+AT_ONCE = 8  # missing entries made in one call with the root's; more: before it, without outputs
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 MOST_PAGES = 1024  # of a cache, used by the timed work
@@ -93,8 +89,6 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The curves of a machine, a target and a head."""
-
     target: Curve
     decode: Curve
     step: Curve
@@ -130,7 +124,7 @@ class CostTable:
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
     """All that the costs depend on. target: fingerprint; head: shape; tree_topk: proposals of a
-    step; processor: name; native: the library's build.
+    step; native: the library's build.
     """
 
     target: str
@@ -158,6 +152,12 @@ def monotone(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
+def timed(work: Callable[[int], None], rows: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    work(rows)
+    return (clock() - start) * 1e3
+
+
 def measure(
     works: Sequence[Callable[[int], None]],
     points: Sequence[int],
@@ -165,24 +165,18 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Time the table's five kinds of work, in its order, at these ascending numbers of rows, in
-    about `budget_s`. Each call returns when its work is done.
+    about `budget_s`.
 
     One call each warms up. Repeats go over all points in turn, so that a slow moment spoils one
-    sample of each. The second fastest counts, since other programs only add time. Points that do
-    not fit into half the budget are left out.
+    sample of each; the second fastest counts. Points that do not fit into half the budget are left
+    out.
     """
     samples: list[list[list[float]]] = []  # point, work, repeat
-
-    def timed(work: Callable[[int], None], rows: int) -> float:
-        start = clock()
-        work(rows)
-        return (clock() - start) * 1e3
-
     began = clock()
     for rows in points:
         for work in works:
             work(rows)
-        samples.append([[timed(work, rows)] for work in works])
+        samples.append([[timed(work, rows, clock)] for work in works])
         if clock() - began > budget_s / 2 and len(samples) >= _MIN_POINTS:
             break
     while (done := len(samples[0][0])) < _MAX_REPEATS and (
@@ -191,9 +185,8 @@ def measure(
         for rows, point in zip(points, samples, strict=False):
             for work, times in zip(works, point, strict=True):
                 if rows <= _FEW:
-                    # brings its weights into the caches, as the round before would
-                    work(rows)
-                times.append(timed(work, rows))
+                    work(rows)  # its weights come into the caches, as by the round before
+                times.append(timed(work, rows, clock))
     seconds = [[sorted(times)[1] for times in point] for point in samples]
     return CostTable(*(Curve(points[: len(samples)], ms) for ms in zip(*seconds, strict=True)))
 
@@ -203,10 +196,8 @@ def kept_or_measured(
     measure_now: Callable[[], CostTable],
     is_stale: Callable[[CostTable], bool] = lambda table: False,
 ) -> CostTable:
-    """The table kept for this identity, or one measured now, and kept.
-
-    A file that cannot be read, has another format or is `is_stale` is measured again. A folder that
-    cannot be written only costs the next start two seconds.
+    """The table kept for this identity, or one measured now, and kept. A file that cannot be read
+    or `is_stale` is measured again.
     """
     path = cache_folder("costs") / f"{identity.key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -236,8 +227,8 @@ def round_costs(work: RoundWork) -> CostTable:
 
 
 class RoundWork:
-    """The timed work: each method works on a number of rows behind prefixes of typical length. It
-    writes into pages, so it runs before any request holds one.
+    """The timed work of real models, behind prefixes of typical length. It writes into pages, so it
+    runs before any request holds one.
     """
 
     def __init__(
@@ -271,7 +262,7 @@ class RoundWork:
     def forward(self, M: int) -> None:
         column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
         nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
-        # positions at the prefix's end: behind it a chunk of attention may begin, without prefix
+        # at the prefix's last position: the next may begin a chunk of attention, without prefix
         self._forward((nothing, nothing, prefix - 1, column, prefix, nothing), self._table)
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
@@ -322,10 +313,5 @@ class RoundWork:
         self.draft.propose(roots, h, first, self._drafts[0], growth, thresholds)
 
     def fastest_ms(self) -> float:
-        """The fastest of a few forwards of one row."""
-        times = []
-        for _ in range(8):
-            started = time.perf_counter()
-            self.forward(1)
-            times.append((time.perf_counter() - started) * 1e3)
-        return min(times)
+        """Of a few forwards of one row."""
+        return min(timed(self.forward, 1, time.perf_counter) for _ in range(8))

@@ -1,4 +1,4 @@
-"""A draft head on its target, for inference: whether it fits, and what it shares."""
+"""A draft head on its target, for inference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eyas.model.target import PAGE_SIZE
 
 
 class HeadTarget(Protocol):
-    """What a head takes of its target: a `Target` has it, and `evaluate.walks.TargetMatrices`."""
+    """What a head takes of its target (`Target`, `evaluate.walks.TargetMatrices`)."""
 
     @property
     def config(self) -> TargetShape: ...
@@ -45,8 +45,8 @@ def check_branches(config: HeadConfig, speculation: Speculation) -> None:
 
 
 def check_place(config: HeadConfig, served: HeadConfig) -> None:
-    """Raise MismatchError unless a head can take over the caches and the measured costs of the
-    served one: it has the same taps and sizes.
+    """Raise MismatchError unless a head can take over the served head's caches and measured costs:
+    the same taps and sizes.
     """
     for name in (*DecoderConfig.model_fields, "draft_vocab_size", "taps"):
         if (own := getattr(config, name)) != (there := getattr(served, name)):
@@ -60,7 +60,7 @@ class Draft(NativeDraft):
     """A head on its target: shares the target's embeddings and dtype."""
 
     def __init__(self, config: HeadConfig, tensors: Arrays, target: HeadTarget) -> None:
-        """tensors: of `read_head`. Raises MismatchError if the head was made for another target."""
+        """tensors: of `read_head`. Raises MismatchError for a head of another target."""
         check_head(config, target.config, target.lm_head_sha256)
         if config.head_dim > MAX_HEAD_DIM:
             raise MismatchError(
@@ -75,8 +75,7 @@ class Draft(NativeDraft):
         blocks = head_blocks(own) if target.dtype == BFLOAT16 else None
         own_head = own.get("lm_head.weight")
         lm_head = target.lm_head if own_head is None else own_head
-        lent = target.embeddings, lm_head
-        super().__init__(config, own, *lent, target.dtype, blocks)
+        super().__init__(config, own, target.embeddings, lm_head, target.dtype, blocks)
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         return PagedCache(1, num_pages, page_size, self.config.slot_width, self.dtype)

@@ -4,8 +4,6 @@
     HeadDrafter.propose(samples, plan) -> trees     a model, where the plan says that it pays
     merged(trees, chains) -> trees                  what both propose, each candidate once
 
-A tree decides how many tokens a round emits, never which.
-
 The head keeps an entry, its key and value, for each column of the target's cache:
 
     target    [ x_0 ..... x_{n-1} ]  the columns in the target's cache, n = num_cached
@@ -13,8 +11,7 @@ The head keeps an entry, its key and value, for each column of the target's cach
     draft     [ e_1 .. e_{m-1} ]     m = draft_len; a tree needs those up to column n, the root's
 
 The entry of column c is computed from the feature of column c - 1 and the token of column c. After
-a verify the head lacks the entries m .. n, of what was accepted and of the new root. One forward
-makes them and proposes the next tree, so a sample that does not draft costs nothing until it does.
+a verify the head lacks the entries m .. n; one forward makes them and proposes the next tree.
 
 Letters: B samples, C candidates.
 """
@@ -44,18 +41,18 @@ NOTHING = Proposals(  # no sample drafts
 
 
 class DraftError(Exception):
-    """The head has given something that is no draft."""
+    """The head gave something that is no draft."""
 
 
-# What a head may raise; other errors are faults of the engine, after which nothing is trusted.
+# What a head may raise; any other error is a fault of the engine.
 HEAD_FAULTS = (DraftError, ArithmeticError, MemoryError, RuntimeError, ValueError)
 
 
 class HeadDrafter:
     """The head's trees, its cache of entries, and the target's features that they are made of.
 
-    Entries of a full page belong to its tokens, as keys and values do: `PagePool.is_drafted` says
-    which pages have them all, so a reused prefix brings its entries along.
+    Entries of a full page belong to its tokens (`PagePool.is_drafted`): a reused prefix has them
+    too.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class HeadDrafter:
 
     def propose(self, samples: Sequence[RunningSample], plan: RoundPlan) -> Proposals:
         """Extend the draft over accepted tokens and roots, and grow trees (`Draft.grow`). Raises
-        DraftError for scores that are no numbers, and what the draft raises (HEAD_FAULTS).
+        HEAD_FAULTS, among them DraftError for scores that are no numbers.
         """
         if not samples:
             return NOTHING
@@ -112,7 +109,7 @@ class TextDrafter:
         self.recent = RecentAnswers()
 
     def propose(self, sample: RunningSample) -> list[TextChain]:
-        """Chains of candidates, the most telling first."""
+        """Chains of candidates, the more reliable first."""
         if not sample.request.text_drafts:
             return []
         sample.text.extend(sample.tokens[len(sample.text.tokens) :])
@@ -131,9 +128,8 @@ def merged(
 ) -> Proposals:
     """The head's proposals and text's chains: one trie of candidates for each sample.
 
-    lines: for each of the B samples, the head's line of it, -1 for none. chains: of each sample;
-    the earlier one decides a candidate's kind. A token that both propose at one place is one
-    candidate.
+    lines: the head's line of each of the B samples, -1 for none. chains: of each sample; the
+    earlier one decides a candidate's kind.
     """
     C, num_chains = head.tokens.shape[1], max(map(len, chains))
     depth = max((len(chain.tokens) for own in chains for chain in own), default=0)

@@ -1,6 +1,5 @@
-"""The engine: requests in, tokens out. One thread owns an engine.
-
-step schedule a job -> run it (`rounds.py`) -> settle it
+"""The engine: requests in, tokens out. One thread owns an engine. A step schedules a job, runs it
+(`rounds.py`) and settles it.
 """
 
 from __future__ import annotations
@@ -167,8 +166,7 @@ class Engine:
         self, free: int | None, num_pages: int, most_pages: int, tree_columns: int
     ) -> None:
         """Raise ConfigError, with what would fit, for caches that need more than is free: memory is
-        only taken when it is first written, so the server would be killed later, under load.
-        most_pages: of a request; tree_columns: of a request, behind its tokens.
+        taken when first written, so the server would be killed later, under load.
         """
         page_bytes = self._page_bytes
         if free is None or num_pages * page_bytes <= free:
@@ -208,11 +206,10 @@ class Engine:
         return draft
 
     def swap_draft(self, draft: Draft) -> bool:
-        """Draft with another head (of `read_draft`) from the next round on. False, and nothing
-        changed, where the head was switched off in the meantime.
+        """Draft with another head (of `read_draft`) from the next round on. False, and no change,
+        where the head was switched off in the meantime.
 
-        No answer changes: kept keys, values and features of the target serve any head, and the new
-        head makes its entries from them.
+        No answer changes: the new head makes its entries from the kept features.
         """
         if self.rounds.head is None:
             return False
@@ -230,7 +227,6 @@ class Engine:
         return self._scheduler.has_work
 
     def prepare_grammars(self) -> None:
-        """Start now what the first grammar would wait for."""
         if self._grammars is not None:
             self._grammars.prepare()
 
@@ -350,9 +346,9 @@ class Engine:
         return [one for one in updates if one.token_ids or one.finish_reason is not None]
 
     def _watch_tau(self, num_accepted_drafts: int) -> None:
-        """Count a greedy round, and log the share of text that the head hardly helps: after the
-        first window of TAU_WINDOW rounds that shows it, and whenever there are twice as many. Text
-        unlike the training prompts does this, so it is no sign of a bad head.
+        """Count a greedy round, and log the share of text that the head hardly helps: at the first
+        such window of TAU_WINDOW rounds, and whenever there are twice as many. Prompts unlike the
+        training prompts do this, so it is no sign of a bad head.
         """
         if self.draft is None:
             return
@@ -377,7 +373,6 @@ class Engine:
     def _sample(
         self, request: Request, index: int, max_tokens: int, grammar: Grammar | None
     ) -> RunningSample:
-        """The index-th sample of a request. Raises InputError (`Sampler`)."""
         params = request.params
         if params.stop and self._tokenizer is None:
             raise _needs_tokenizer()
@@ -393,7 +388,6 @@ class Engine:
         return RunningSample(request, index, sampler, stops, max_tokens)
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Tokens to text as clients see it, without special tokens."""
         assert self._tokenizer is not None
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 

@@ -1,8 +1,7 @@
 """Answers that must follow a schema, an expression or a grammar: which tokens may come next.
 
-llguidance does the work (docs/decisions/server.md), in a process for each grammar; it refuses what
-it cannot honour. Each drawn token must be passed to `advance`; the next mask is computed while
-other work goes on.
+llguidance computes the masks in a process for each grammar (docs/decisions/server.md), the next one
+while other work goes on.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NAMED = 60  # characters of it that an error repeats
 
 
 class Grammars:
-    """Compiles the grammars of requests for a target, each once. Any thread may call it."""
+    """Compiles each grammar of a target's requests once. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Iterable[int]) -> None:
         self._vocab_size = vocab_size
@@ -54,13 +53,13 @@ class Grammars:
         self._cached: OrderedDict[tuple[Kind, str], Future[Grammar]] = OrderedDict()
 
     def prepare(self) -> None:
-        """Start now what the first grammar needs."""
+        """Start the first process now."""
         if self._end_tokens:
             self._process.start()
 
     def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that the params ask for, if any. Raises InputError for a grammar that cannot
-        be followed, or not within the budget of `GrammarProcess`.
+        """The grammar that the params ask for, if any. Raises InputError for one that cannot be
+        followed, or not within the budget of `GrammarProcess`.
         """
         found = [(kind, text) for kind in KINDS if (text := getattr(params, kind)) is not None]
         if not found:
@@ -124,13 +123,11 @@ class Grammar:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process can follow no further answer."""
         poll = select.poll()
         poll.register(self._connection, 0)
         return self.failure is not None or bool(poll.poll(0))
 
     def matcher(self) -> GrammarMatcher:
-        """A matcher at its start."""
         number = next(self._numbers)
         matcher = self._matchers[number] = GrammarMatcher(self, number)
         weakref.finalize(matcher, self.send, number, FORGET)
@@ -142,7 +139,7 @@ class Grammar:
             self._connection.send_bytes(ASK.pack(number, token))
 
     def receive(self, seconds: float) -> None:
-        """Take in one mask, if it comes in time; sets `failure` where none will."""
+        """Take in one mask, if it comes within `seconds`; sets `failure` where none will."""
         if self.failure is not None or not self._poll.poll(1e3 * seconds):
             return
         try:
@@ -165,7 +162,9 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """The place of one answer in its grammar. The matchers of a grammar share one thread."""
+    """The place of one answer in its grammar. Each drawn token must be passed to `advance`. The
+    matchers of a grammar share one thread.
+    """
 
     def __init__(self, grammar: Grammar, number: int) -> None:
         self._grammar, self._number = grammar, number
@@ -189,7 +188,7 @@ class GrammarMatcher:
         return not self.is_late
 
     def mask(self) -> NDArray[np.bool_]:
-        """[V]: the tokens that may come next; end tokens where the grammar may stop, only they
+        """bool [V]: the tokens that may come next; end tokens where the grammar may stop, only they
         where nothing else may come. Raises InputError (`failure`).
         """
         ends = self._grammar.end_tokens
@@ -203,7 +202,7 @@ class GrammarMatcher:
             return allowed_V
         bits = np.frombuffer(self.state, np.uint8, offset=1)
         allowed_V = np.unpackbits(bits, bitorder="little")[: len(allowed_V)].view(bool)
-        # the library's own end token says nothing: it also stands where the library gave up
+        # the library sets its own end token also where it gave up
         allowed_V[ends] = False
         allowed_V[ends] = bool(self.state[0] & ACCEPTS) or not allowed_V.any()
         return allowed_V

@@ -1,9 +1,8 @@
 """Processes that follow clients' grammars, each under a budget of time and memory.
 
 Neither compiling nor a mask can be interrupted, and llguidance's limits do not bound all of it:
-thirty patterns take minutes, a chain of a thousand references overflows the stack and ends the
-process, thirty definitions that refer to each other cost half a second a token. So each grammar has
-a process of its own, whose end ends only the answers under this grammar.
+some grammars take minutes, or overflow the stack and end the process. So each grammar has a process
+of its own, whose end ends only the answers under this grammar.
 
     engine's process               the first process         a grammar's process
     GrammarProcess ─ a tokenizer ─▶ main
@@ -41,19 +40,18 @@ from eyas.errors import InputError
 Kind = Literal["json_schema", "regex", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # fields of SamplingParams; one at most is given
 
-# To compile a grammar: CPU seconds, seconds by the clock on a busy machine, and added memory. Usual
-# schemas and expressions take up to 60 ms and 3 MiB (docs/decisions/server.md).
+# To compile a grammar: CPU seconds, seconds by the clock, added memory. Usual ones take up to 60 ms
+# and 3 MiB (docs/decisions/server.md).
 BUDGET_S, CLOCK_S, BUDGET_MIB = 0.5, 5.0, 8
-# Of an answer: CPU seconds a token, and the most it may have saved; it begins with as many. Usual
-# grammars take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
+# CPU seconds of an answer's token, and the most it may save; it begins with as many. Usual grammars
+# take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
 TOKEN_S, SAVED_S = 0.01, 0.25
 _GROWTH = 256 << 20  # bytes of address space beyond the tokenizer's
 _WAIT_S = 60.0  # for the first process to start, and for one that was stopped
 _NICENESS = 5  # requests without grammars come first
 # between parts of a JSON text: some targets write blanks without an end
 BLANKS = r"[ \t\n\r]{0,20}"
-# The library's units of work ("fuel"), for a grammar and for each token; its defaults are five, two
-# and four times as much.
+# the library's units of work; its defaults are five, two and four times as much
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
@@ -122,7 +120,7 @@ def state_of(matcher: LLMatcher) -> bytes:
 
 
 class GrammarProcess:
-    """The first process. `start` starts it, and so does a grammar after it has ended."""
+    """The first process. `start` starts it; so does a grammar, where it has ended."""
 
     def __init__(self, tokenizer: str, vocab_size: int, end_tokens: list[int]) -> None:
         """tokenizer: in JSON, as Hugging Face's tokenizers write it."""
@@ -131,13 +129,13 @@ class GrammarProcess:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Start it, ready within two seconds; only `begin` waits for it."""
+        """It is ready within two seconds; only `begin` waits for it."""
         with self._lock:
             self._started()
 
     def begin(self, kind: Kind, source: str) -> tuple[Connection, bytes]:
         """The connection to a grammar's new process, and the state (`state_of`) at its start.
-        Raises InputError for a grammar that cannot be compiled within the budget, or at all.
+        Raises InputError for a grammar that cannot be compiled, or not within the budget.
         """
         ours, theirs = Pipe()
         with theirs:
@@ -189,9 +187,7 @@ def _end(process: subprocess.Popen[bytes], own: socket.socket) -> None:
 
 
 def main() -> None:
-    """The first process: makes the tokenizer, then a process for each socket it gets, until its
-    parent ends.
-    """
+    """The first process: a tokenizer, and a process for each socket it gets."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,16 +1,14 @@
 """Pages of the key-value caches: who holds them, which prefixes are kept, what is evicted.
 
-A full page is known by its tokens, the page before it and the request's salt, so kept pages form a
-tree of prefixes for each salt. Nothing is shared between salts: no timing tells one tenant what
-another has asked. A page is free, held or kept; a held one may be kept too:
+A full page is known by its tokens, the page before it and the request's salt: kept pages are a tree
+of prefixes for each salt, and no timing tells one tenant what another has asked.
 
     free        in _free
     held        _holders[page] requests count on it; theirs to write while it is not kept
     kept        full, found by match(); without holders in _idle, of which the longest idle goes
 
-A request holds every page of its prefix and releases the last one first, so a page is never idle
-longer than one that follows it, and eviction takes leaves only. Tokens are compared, not hashes: a
-hit is exact.
+A request releases the last page of its prefix first, so a page is never idle longer than one that
+follows it: eviction takes leaves only. Tokens are compared, not hashes: a hit is exact.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ Key = tuple[int, str | None, tuple[int, ...]]  # the page before, the salt, the 
 
 
 class PagePool:
-    """num_pages pages of page_size tokens, for target and draft alike. is_drafted: of each page,
-    whether all of its columns have the draft's entries.
+    """num_pages pages of page_size tokens, for target and draft alike. is_drafted: whether all of a
+    page's columns have the draft's entries.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -51,8 +49,8 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, held once each; evicts idle ones if needed. None, and nothing changed, if
-        there are too few.
+        """`count` pages, each held once; evicts idle ones if needed. None, and no change, if too
+        few.
         """
         if count > self.num_available:
             return None
@@ -86,9 +84,8 @@ class PagePool:
     def keep(self, before: int, tokens: Sequence[int], page: int, salt: str | None = None) -> int:
         """Offer a full page to other requests; its only holder must not write it again.
 
-        tokens: of the page. before: the kept page before it, of this salt, or ROOT. Returns the
-        page to use from now on: if the same prefix is kept already, that page is held and this one
-        released.
+        before: the kept page before it, of this salt, or ROOT. Returns the page to use from now on:
+        the same prefix's, if it is kept already; this page is then released.
         """
         assert len(tokens) == self.page_size
         assert before == ROOT or before in self._key_of, f"page {before} is not kept"
@@ -102,7 +99,7 @@ class PagePool:
         return known
 
     def release(self, pages: Sequence[int]) -> None:
-        """Release a request's pages, given in the order of its tokens."""
+        """Pages in the order of the request's tokens."""
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} let go more often than held"

@@ -1,24 +1,18 @@
 """How much to speculate, decided every round: for which requests, how deep, which nodes.
 
-One rule: the most emitted tokens per millisecond over all requests of the round; drafting nothing
-is one of the choices.
-
     plan      before drafting: who drafts, and when to stop going deeper          -> RoundPlan
     choose    after drafting: which candidates the target verifies                -> kept
     observe   after the round: what was emitted, and how long it took
 
-The policy knows costs on this machine (`costs.py`) and acceptance (`acceptance.py`). It sees
-proposals and past rounds, never the target's coming draws, and no output depends on what was
-drafted: outputs stay exact. The caller passes real times, so equal inputs give equal choices.
+One rule: the most emitted tokens per millisecond over all requests of the round; drafting nothing
+is one of the choices. The policy knows costs (`costs.py`) and acceptance (`acceptance.py`),
+proposals and past rounds, never the target's coming draws: outputs stay exact.
 
 The expected tree is two tables [K, G], means over the last trees: how many nodes of depth d or less
-have a path probability of GRID[g] or more, and their sum of path probabilities, which is the number
-of tokens they bring. A plan is a depth, a least path probability, a number of requests and a width;
-all plans are compared at once. While no tree is drafted, the tables move back to the first belief,
-so that a head that did not pay is tried again.
-
-Candidates of text (`text.py`) exist before planning and cost nothing; the plan decides whose trees
-the head grows beside them.
+have a path probability of GRID[g] or more, and the sum of these, the tokens they bring. A plan is a
+depth, a least path probability, a number of requests and a width; all plans are compared at once.
+While no tree is drafted, the tables move back to the first belief, so that a head that did not pay
+is tried again. Text's candidates exist before planning and cost nothing.
 
 Letters: S requests that may speculate, B all that decode, B' those with candidates, K draft steps,
 C candidates, G path probabilities, W widths, Q numbers of requests that may draft.
@@ -49,11 +43,11 @@ RECENT, AT_REST = 0.96, 0.9999  # decay of the tables in a round with trees, and
 NARROW = 0.96  # a tree grown from one candidate a level gives .96 times the tokens
 LEVEL_GAIN = 0.75  # tokens of a further level for a path of probability 1
 ROUNDS_TO_PAY = 32  # rounds over which making missing entries has to pay
-# Of the logs of slowness and factor: variances at first, of a round's drift, and of one round's
-# time. Errors are clipped (Huber 1964), since a pause of the machine says little.
+# Variances of the logs of slowness and factor: at first, of a round's drift; of one round's time.
+# Errors are clipped (Huber 1964): a pause of the machine says little.
 _FIRST, _DRIFT, _NOISE, _MOST_ERROR = (0.01, 0.0016), (1e-4, 1e-6), 0.01, 0.2
 _FACTOR_MEMORY = 0.9995
-# A plain round now and then, where trees are thought to gain, costs this share of the time.
+# what plain rounds cost now and then where trees gain, as a share of the time
 LOOKS, LEAST_APART = 0.0025, 16
 _MOST_LOADS = 256  # cached
 
@@ -71,15 +65,14 @@ class _Slowness:
 
 
 class Correction:
-    """The cost table against real times: how much longer rounds take than it says, and rounds with
-    trees longer still.
+    """The cost table against real times: how much longer rounds take, and rounds with trees longer
+    still.
 
-    log(real / predicted) of a round is the machine's slowness; in rounds with trees it includes a
-    factor, and only the factor decides who drafts. A filter (Kalman 1960) follows both, for each
-    load (an octave of requests): a plain round shows the first, one with trees their sum, so that
-    where all rounds have trees, a plain one now and then tells them apart (`is_due`). A new load
-    begins with the values of the last one. The factor decays while nothing is drafted, so that
-    drafting is tried again.
+    log(real / predicted) of a round is the machine's slowness, plus a factor in rounds with trees;
+    only the factor decides who drafts. A filter (Kalman 1960) follows both, for each load (an
+    octave of requests): a plain round shows the first, one with trees their sum, so now and then a
+    round is plain (`is_due`). A new load begins with the last one's values. The factor decays while
+    nothing is drafted, so that drafting is tried again.
     """
 
     def __init__(self) -> None:
@@ -97,8 +90,8 @@ class Correction:
         return math.exp(max(0.0, self._of(num_requests).trees))
 
     def is_due(self, num_requests: int, gain: float) -> bool:
-        """Whether a plain round should show how slow the machine is. gain: of trees, by the table
-        and the factor.
+        """Whether a plain round should show how slow the machine is. gain: of trees, by table and
+        factor.
         """
         return self._of(num_requests).num_unseen >= max(LEAST_APART, (gain - 1.0) / LOOKS)
 
@@ -111,7 +104,7 @@ class Correction:
         error = math.log(real_ms / predicted_ms) - expected
         error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
         of.machine_variance += _DRIFT[0]
-        # at most as at first, or after a long time one round alone would decide
+        # bounded, or after a long rest one round would decide
         of.trees_variance = min(of.trees_variance + _DRIFT[1], _FIRST[1])
         # of what is seen, with either log
         with_machine = of.machine_variance + of.covariance * drafted
@@ -161,9 +154,9 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Milliseconds that depend on the number of requests only. forwards: of the target with the
-    number of verified nodes in nodes_axis (0, 1, ..). of_Q: numbers of requests that may draft,
-    less one. steps_WQ1: of one level of the head for that many.
+    """Milliseconds that depend on the number of requests only. forwards: of the target with
+    nodes_axis (0, 1, ..) verified nodes. of_Q: numbers of requests that may draft, less one.
+    steps_WQ1: of one level of the head for that many.
     """
 
     forwards: np.ndarray
@@ -232,8 +225,8 @@ class Policy:
         and least path probability of verified nodes (G). Returns whether drafting pays, also where
         this round is plain to show how slow the machine is.
 
-        text_S2G: as the expected tree's tables, of text's candidates. Gains and costs of the head's
-        trees are counted beside these.
+        text_S2G: the expected tree's tables of text's candidates; the head's gains and costs are
+        counted beside these.
         """
         B, S = plan.num_requests, len(plan.pending)
         load = self._load(B, S)
@@ -278,8 +271,8 @@ class Policy:
         self, plan: RoundPlan, load: Load, gain_S: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The requests in the order of what drafting is worth (gain_S: tokens), and the ms [Q]
-        until the first of them have all their entries. Many missing entries are paid once and serve
-        all later rounds of their request.
+        until the first of them have all their entries. Many missing entries are paid once for all
+        later rounds.
         """
         assert self.costs is not None
         costs, pending = self.costs, plan.pending.tolist()
@@ -308,7 +301,7 @@ class Policy:
         return found
 
     def _text_paths(self, chains: Sequence[Sequence[TextChain]]) -> np.ndarray:
-        """Nodes and tokens of text without the head, [S, 2, G]: for each request its chain with the
+        """Nodes and tokens of text without the head, [S, 2, G]: of each request's chain with the
         most expected tokens.
         """
         conditional = self.acceptance.of_text().tolist()
@@ -330,9 +323,7 @@ class Policy:
     # After drafting
 
     def choose(self, plan: RoundPlan, proposals: Proposals) -> np.ndarray:
-        """The candidates that the target verifies: kept, bool [B', C]. proposals: of the B'
-        requests with candidates, in their order.
-        """
+        """The candidates that the target verifies: kept, bool [B', C]."""
         # the head's levels; chains of text may be longer
         is_heads = proposals.proposed_by(HEAD).any(axis=0)
         plan.proposals, plan.depth = proposals, int(proposals.depths[is_heads].max(initial=0))
@@ -359,10 +350,10 @@ class Policy:
     # After the round
 
     def observe(self, plan: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
-        """Learn from a finished round.
+        """Learn from a finished round of real_ms.
 
         emitted: tokens of the requests with candidates, in the order of `choose`; each other
-        request emitted one. real_ms: the time of the round.
+        request emitted one.
         """
         assert real_ms > 0
         if self.speculation.mode == "auto":

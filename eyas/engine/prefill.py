@@ -12,13 +12,12 @@ _PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
 def shares(left: Sequence[int], budget: int, least: int = LEAST_ROWS) -> list[int]:
     """How many of `budget` rows each prompt reads next.
 
-    left: rows that each has left, 1 or more, the prompt that has waited longest first. least: rows
-    that this one reads beside prompts that end, where the budget has room.
+    left: unread rows of each, 1 or more; the prompt that has waited longest is first. least: rows
+    that it reads beside prompts that end, where the budget has room.
 
-    Rows go to the shortest rest first (SRPT, Schrage and Miller 1966; of equal ones the older
-    first), but the oldest keeps half of the budget. Where a prompt ends, one that does not end
-    reads at most as much as all of these, so that a short prompt beside longer ones is read within
-    twice its rows. Otherwise the whole budget is used.
+    The shortest rest goes first (SRPT, Schrage and Miller 1966), but the oldest keeps half of the
+    budget. Beside prompts that end, one that does not end reads no more than all of these, so a
+    short prompt beside longer ones is read within twice its rows.
     """
     counts, given = [0] * len(left), 0
     for prompt in sorted(range(len(left)), key=left.__getitem__):
@@ -36,20 +35,19 @@ def shares(left: Sequence[int], budget: int, least: int = LEAST_ROWS) -> list[in
 
 
 class PromptPace:
-    """What prompts cost now: milliseconds a row and, in addition, a scored row. Learned from every
-    prefill, so that it follows machine and load (least mean squares of the log).
+    """Milliseconds of a prompt's row and, in addition, of a scored row: least mean squares of the
+    log over all prefills.
     """
 
     def __init__(self) -> None:
         self._row_ms = self._scored_ms = 0.0  # not known before the first prefill
 
     def rows(self, ms: float, is_scored: bool) -> int:
-        """How many rows fit, at least LEAST_ROWS."""
+        """Rows that fit, at least LEAST_ROWS."""
         row_ms = self._row_ms + self._scored_ms * is_scored
         return max(LEAST_ROWS, int(ms / (row_ms or 1.0)))
 
     def observe(self, rows: int, scored: int, real_ms: float) -> None:
-        """Learn from a prefill."""
         if not self._row_ms:
             self._row_ms = self._scored_ms = real_ms / (rows + scored)
         scored_ms = self._scored_ms * scored

@@ -35,13 +35,13 @@ def _option(about: str = "", **bounds: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The table of sampling options: how the next token is drawn from the target's distribution,
-    and where the answer ends. A new option is one entry: name, type, bounds, default, meaning;
-    requests (serve/fields.py) and /openapi.json take it from here.
+    and where the answer ends. A new option is one entry; requests (serve/fields.py) and
+    /openapi.json take it from here.
 
-    logprobs: None gives none, 0 those of the answer's tokens, n also those of the n best tokens at
-    each place; prompt_logprobs: the same for the prompt's tokens from the second on. max_tokens 0
-    reads the prompt and answers nothing. grammar: Lark's form, or llama.cpp's GBNF. Raises
-    InputError for values out of range and options that contradict each other.
+    logprobs: None gives none, 0 those of the answer's tokens, n also the n best at each place;
+    prompt_logprobs: the same of the prompt from its second token on. max_tokens 0 reads the prompt
+    only. grammar: Lark's form, or llama.cpp's GBNF. Raises InputError for values out of range and
+    options that contradict each other.
     """
 
     temperature: Annotated[
@@ -154,7 +154,7 @@ def _bounds() -> type[BaseModel]:
 
 @functools.cache
 def sampling_options() -> dict[str, tuple[Any, Any]]:
-    """By name: the type of an option with bounds and meaning, and its default."""
+    """By name: an option's type with bounds and meaning, and its default."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     defaults = {one.name: one for one in fields(SamplingParams)}
     return {
@@ -165,12 +165,12 @@ def sampling_options() -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to continue, as the server builds it and the scheduler keeps it.
+    """A prompt to continue.
 
     id: unique among waiting and running requests. speculation: False decodes plainly, to the same
-    tokens, one per round. text_drafts: False leaves drafting to the head, and keeps the answer out
-    of drafts for others. returns_trees: updates have what was drafted. cache_salt: prefixes and
-    recent answers are shared only between requests of the same salt.
+    tokens. text_drafts: False leaves drafting to the head, and keeps the answer out of drafts for
+    others. returns_trees: updates have what was drafted. cache_salt: prefixes and recent answers
+    are shared only between requests of one salt.
     """
 
     id: str
@@ -186,8 +186,8 @@ class Request:
 class TokenLogprob:
     """The natural log of a token's probability in the target's own distribution.
 
-    top: the best tokens there with theirs, best first, as many as requested. text: the token's,
-    where the reader has a tokenizer.
+    top: the best tokens there with theirs, best first. text: the token's, where the reader has a
+    tokenizer.
     """
 
     token_id: int
@@ -198,11 +198,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """The nodes that the target judged in a round of one sample, parents first, without the root.
+    """The nodes that the target judged in a sample's round, parents first, without the root.
 
-    parents: each node's parent, -1 for the root. probabilities: the head's, of a node's token after
-    its parent; None for nodes of text alone. accepted: accepted nodes, in the order of their
-    tokens. sources: who proposed each node.
+    parents: each node's parent, -1 for the root. probabilities: the head's, of a node after its
+    parent; None for nodes of text alone. accepted: nodes, in the order of their tokens. sources:
+    who proposed each node.
     """
 
     token_ids: list[int]
@@ -216,12 +216,11 @@ class DraftedTree:
 class Update:
     """What one job emitted for one sample.
 
-    token_ids: new tokens. num_accepted_drafts: of a round that the head drafted in, else None.
-    index: which of the request's n samples. logprobs: one entry a token, if requested.
-    prompt_logprobs: if requested, one entry for each prompt token behind the first, with the
-    sample's first update. tree: of a round with candidates, if requested. text: of a request with
-    stop strings, the new certain text, up to the first stop string; None: decode the tokens. error:
-    why the sample ended early.
+    num_accepted_drafts: of a round that the head drafted in, else None. index: which of the
+    request's n samples. logprobs: one entry a token; prompt_logprobs: from the prompt's second
+    token on, with the sample's first update; tree: of a round with candidates; each if requested.
+    text: of a request with stop strings, the new certain text; None: decode the tokens. error: why
+    the sample ended early.
     """
 
     request_id: str
@@ -240,9 +239,9 @@ class Update:
 class Result:
     """A finished sample of a request.
 
-    token_ids includes what ended it if finish_reason is "stop": an end token, a stop token, or the
-    token that completes a stop string. accept_hist[a] counts the rounds with drafts of the head
-    that accepted a of them (eyas.tau).
+    token_ids includes what ended it if finish_reason is "stop": an end or stop token, or the token
+    that completes a stop string. accept_hist[a] counts the rounds with a accepted drafts of the
+    head.
     """
 
     request_id: str
@@ -263,15 +262,13 @@ class Result:
             if update.num_accepted_drafts is not None:
                 count_round(accept_hist, update.num_accepted_drafts)
         token_ids = [token for update in updates for token in update.token_ids]
-        logprobs = None
-        if last.logprobs is not None:
-            logprobs = [one for update in updates for one in update.logprobs or []]
+        logprobs = [one for update in updates for one in update.logprobs or []]
         return cls(
             last.request_id,
             token_ids,
             last.finish_reason,
             accept_hist,
             last.index,
-            logprobs,
+            None if last.logprobs is None else logprobs,
             updates[0].prompt_logprobs,
         )

@@ -9,7 +9,7 @@
 
 A sample that does not draft is a tree of its root alone: plain decoding is the same round.
 
-Letters: B samples of the job, B' samples that have candidates, C candidates, R rows with logits.
+Letters: B samples of the job, B' samples with candidates, C candidates, R rows with logits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Trace:
             self.busy_s += self._ended - started
 
     def rest(self) -> None:
-        """Call when there is no work, so that the time until the next job is not idle time."""
+        """There is no work: the time until the next job is not idle time."""
         self._ended = None
 
 
@@ -211,10 +211,8 @@ class Rounds:
         return plan, growing, *with_text(able, chains, growing, proposals)
 
     def switch_off(self, error: Exception) -> None:
-        """Decode without the head from now on: it has failed, and would again.
-
-        Running samples emit what plain decoding emits: a tree decides how many tokens a round
-        emits, never which, and the target's keys and values are those of plain decoding.
+        """Decode without the head from now on: it has failed, and would again. Running samples emit
+        what plain decoding emits.
         """
         # the server's health shows this: of other errors the type only
         self.draft_failure = str(error) if isinstance(error, DraftError) else type(error).__name__
@@ -229,12 +227,12 @@ class Rounds:
     # Verification
 
     def _verify(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
-        """One target forward over all trees; returns the emitted tokens of each sample: accepted
-        nodes and the bonus token, cut where the sample ends. The accepted nodes' keys, values and
-        features move behind the sample's prefix.
+        """One target forward over all trees; returns each sample's emitted tokens: accepted nodes
+        and the bonus token, cut where the sample ends. Accepted nodes' keys, values and features
+        move behind the sample's prefix.
 
-        Forward, draws, walks and moves are one call of the native library. Under a grammar Python
-        draws, as far as masks come in time.
+        All of it is one call of the native library. Under a grammar Python draws, as far as masks
+        come in time.
         """
         lens, table = [sample.num_cached for sample in samples], page_table(samples)
         roots = Roots(lens, lens, [sample.root for sample in samples], table)
@@ -274,7 +272,7 @@ def _draw(sample: RunningSample, logits_NV: Logits, deadline: float, node: int) 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:
     """The columns of a prefill whose logits are computed: the last for a draw, and those that score
-    a token of the prompt, unless they did before a preemption.
+    a prompt token, unless they did before a preemption.
     """
     num_known = len(sample.tokens)
     # a preempted sample has its root already: its tokens are longer than its prefill
@@ -286,7 +284,6 @@ def _judged_columns(sample: RunningSample, chunk: range) -> range:
 
 
 def _score(sample: RunningSample, column: int, logits_V: Logits) -> None:
-    """Append the log-probability of a prompt token under the logits before it."""
     assert sample.prompt_logprobs is not None
     assert len(sample.prompt_logprobs) == column - 1, "a token of the prompt was left out"
     num_top = sample.request.params.prompt_logprobs or 0

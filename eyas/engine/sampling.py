@@ -1,18 +1,14 @@
 """The tokens of one answer: its seed, its penalties and log-probabilities, `Sampler`.
 
-The native library (`cpp/draw.h`) draws; tests/oracle/sampling.py computes the same to the last bit.
+The native library (`cpp/draw.h`) draws; tests/oracle/sampling.py is the plain form, equal to the
+last bit. Order: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A
+cut keeps the best tokens, of equal ones the smaller ids; the rest is renormalised before the next
+cut.
 
-Order: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A cut keeps
-the best tokens, of equal ones the smaller ids, so a result never depends on the batch; the kept
-ones are renormalised before the next cut.
-
-Every token of the vocabulary has a random number, and the token whose weight by its number is
-largest is drawn: the Gumbel-max trick as a race of exponentials. The numbers follow from the
-request's seed, so a drafter knows them and drafts what they favour. A weight is a whole number,
-2**WEIGHT_BITS times the best token's probability ratio: sums of whole numbers are the same in any
-order, so vectors and threads draw the same tokens. Weights below half a unit are never drawn.
-
-V vocabulary.
+Each token of the vocabulary has an exponential random number; the token with the largest ratio of
+weight to number is drawn (Gumbel-max). The numbers follow from the request's seed, so a drafter
+knows them too. A weight is a whole number, 2**WEIGHT_BITS times the best token's probability ratio:
+sums are the same in any order, for vectors and threads too. V vocabulary.
 """
 
 from __future__ import annotations
@@ -50,7 +46,6 @@ def derived_seed(seed: int, sample: int) -> int:
 
 
 def signed(z: int) -> int:
-    """The signed 64-bit number of the same bits."""
     z &= MASK
     return z - 2**64 if z >= 2**63 else z
 
@@ -70,8 +65,8 @@ def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
     """log_softmax(logits) at `token` and at the num_top best tokens, best first, of equal ones the
     smaller id.
 
-    Of raw logits, before penalties, bias, mask and temperature, as OpenAI's API and vLLM's default
-    have it; fp64 from the weights at temperature 1, to 1e-9 or better. Raises EyasError.
+    Of raw logits, before penalties, bias, mask and temperature, as in OpenAI's API; fp64 from the
+    weights at temperature 1, to 1e-9 or better. Raises EyasError.
     """
     check_logits(logits_V)
     scores = Scores(min(num_top, len(logits_V)), places=1)
@@ -84,7 +79,7 @@ def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
 
 
 def check_logits(logits_V: Logits) -> None:
-    """The library is given an address: float32, contiguous."""
+    """The library reads an address: float32, contiguous."""
     assert logits_V.dtype == np.float32
     assert logits_V.flags.c_contiguous
 
@@ -102,7 +97,7 @@ def scored(token: int, total: int, logits: list[float], top: list[int]) -> Token
 class Sampler:
     """Draws the tokens of one answer in order. `index`: which of the request's n samples.
 
-    Every drawn token is emitted, also on the way through a tree, so the state is that of the path.
+    Every drawn token is emitted, also on the way through a tree: the state is that of the path.
     Without a seed each sampler takes one from the system.
     """
 
@@ -153,7 +148,7 @@ class Sampler:
 
     @property
     def failure(self) -> InputError | None:
-        """Why there is no next token: its grammar cannot be followed any further. Else None."""
+        """Why there is no next token: its grammar cannot be followed. Else None."""
         return self._matcher.failure if self._matcher is not None else None
 
     @property
@@ -166,8 +161,8 @@ class Sampler:
         return self._matcher is None or self._matcher.wait(seconds)
 
     def draw_state(self) -> DrawState | None:
-        """How the library draws the next tokens; None: the argmax of the logits. Valid until the
-        next token is counted; this sampler owns its arrays.
+        """How the library draws the next tokens; None: the argmax. Valid until the next token is
+        counted; this sampler owns its arrays.
         """
         if self.is_plain_greedy:
             return None
@@ -214,8 +209,8 @@ class Sampler:
             self._advance(token)
 
     def draw(self, logits_V: Logits) -> int:
-        """The next token of logits fp32 [V]. After the end the ending token is repeated, since a
-        walk through a tree may go past it. Raises EyasError for logits that are no numbers.
+        """The next token of logits fp32 [V]; after the end the ending token again, since a walk may
+        go past it. Raises EyasError for logits that are no numbers.
         """
         if self._over_with is not None:
             return self._over_with
@@ -251,9 +246,7 @@ class Sampler:
 
 
 class _Seen:
-    """The distinct tokens of prompt and output with their counts in the output, in arrays that
-    grow.
-    """
+    """The distinct tokens of prompt and output, with their counts in the output."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         distinct = np.unique(np.array(prompt_ids, dtype=np.int64))

@@ -1,11 +1,10 @@
 """Which samples run next: admission, chunks of prefill, room for trees, preemption.
 
-Jobs alternate while both kinds are possible: a prefill of at most prefill_chunk tokens, then one
-round of all samples that decode. Beside decoding samples a prefill is short enough, at the measured
-pace, that none of them pauses for much longer than pause_ms. Prompts share a prefill
-(`prefill.shares`); a sample is admitted when it is to read. While the sample at the head of the
-line cannot be admitted, no other is. When pages run out, the sample admitted last is preempted: it
-gives up its pages, keeps its tokens, and goes to the head of the line.
+Prefills of at most prefill_chunk tokens alternate with rounds of all samples that decode. Beside
+decoding samples a prefill is so short, at the measured pace, that none pauses much longer than
+pause_ms. Prompts share a prefill (`prefill.shares`). While the sample at the head of the line
+cannot be admitted, no other is. When pages run out, the sample admitted last gives up its pages,
+keeps its tokens, and goes to the head of the line.
 """
 
 from __future__ import annotations
@@ -107,8 +106,8 @@ class RunningSample:
         self.prefill_end = len(self.tokens) - (1 if self.num_emitted else 0)
 
     def read(self, end: int) -> None:
-        """Note that the target has the columns of its prompt below `end`, and that a token drawn
-        behind them was taken.
+        """The target has the columns of its prompt below `end`; a token drawn behind them was
+        taken.
         """
         assert self.num_cached < end <= self.prefill_end
         self.num_cached = end
@@ -136,8 +135,8 @@ class RunningSample:
         return taken
 
     def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-        """Append the tokens, up to the one that ends the sample; returns those appended. Sets
-        finish_reason where the sample ends: by a token, else by its error.
+        """Append the tokens up to the one that ends the sample; returns these. Sets finish_reason
+        where the sample ends: by a token, else by its error.
         """
         params = self.request.params
         for count, token in enumerate(tokens, start=1):
@@ -188,8 +187,8 @@ class BatchLimits:
     """The most that jobs may hold.
 
     max_batch: running samples. prefill_chunk: tokens of a prefill. tree_columns: columns that a
-    round may write for a sample, from the root's on. scored_chunk: tokens of a prefill that are
-    scored for prompt_logprobs. pause_ms: between two rounds of decoding samples.
+    round may write for a sample, from the root's on. scored_chunk: tokens of a prefill scored for
+    prompt_logprobs. pause_ms: between two rounds of decoding samples.
     """
 
     max_batch: int
@@ -200,8 +199,8 @@ class BatchLimits:
 
 
 class Scheduler:
-    """The waiting and running samples, and the pages of the running ones. Each job of `schedule` is
-    run and settled before the next is asked for.
+    """The waiting and running samples, and the running ones' pages. Each job of `schedule` is run
+    and settled before the next.
     """
 
     def __init__(self, pool: PagePool, limits: BatchLimits, keeps_prefixes: bool = True) -> None:
@@ -256,7 +255,7 @@ class Scheduler:
         return job
 
     def settle(self, job: Job, ms: float = 0.0) -> None:
-        """Keep a job's pages for other requests, release ended samples, and learn from its time."""
+        """Keep a job's pages for other requests, release ended samples, learn from its time."""
         if job.chunks is None:
             self._round_ms += _ROUND_RATE * (ms - self._round_ms) if self._round_ms else ms
         elif ms:
@@ -275,7 +274,6 @@ class Scheduler:
             sample.lose_entries()
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is accounted for."""
         self._pool.check(sample.pages for sample in self._running)
 
     # Prefill
@@ -310,8 +308,8 @@ class Scheduler:
         readers: Mapping[RunningSample, RunningSample | None],
         weights: tuple[float, float],
     ) -> dict[RunningSample, int]:
-        """The samples that read their prompts or may be admitted, in line order, with what each has
-        left, in rows that are not scored. readers: of `_admit`; a sample that reads for others has
+        """The samples that read their prompts or may be admitted, in line order, with the rest of
+        each in rows that are not scored. readers: of `_admit`; a sample that reads for others has
         the best of their places and the least of their rests.
         """
         has_room = len(self._running) < self._limits.max_batch and None not in readers.values()
@@ -326,13 +324,13 @@ class Scheduler:
 
     def _admit(self, newcomer: RunningSample) -> RunningSample | None:
         """Run a waiting sample: give it pages for its tokens and a round. Returns who reads for it:
-        itself; or a running sample that is about to compute the next page of both; or None where
-        there are too few pages. In the last two cases nothing changes.
+        itself; a running sample that is about to compute the next page of both; or None where there
+        are too few pages. In the last two cases nothing changes.
         """
         reused = self._reused(newcomer)
         leader = self._leader(newcomer, len(reused) + 1)
         count = self._pool.pages_for(newcomer.prefill_end + self._limits.tree_columns) - len(reused)
-        # Leave a page to grow for each running sample, or the newcomer would be preempted at once.
+        # a page to grow for each running sample, or the newcomer would be preempted at once
         fits = count + len(self._running) <= self._pool.num_available
         fits &= len(self._running) < self._limits.max_batch
         rest = self._pool.allocate(count) if fits and leader is None else None
@@ -350,8 +348,7 @@ class Scheduler:
 
     def _reused(self, newcomer: RunningSample) -> list[int]:
         """The kept pages of its prefix, held."""
-        # The last token is always computed, for its logits and feature; log-probabilities of the
-        # prompt need all tokens.
+        # the last token is always computed; prompt_logprobs need all
         if not self._keeps_prefixes or _is_scored(newcomer):
             return []
         prefix = newcomer.tokens[: newcomer.prefill_end - 1]
@@ -381,7 +378,7 @@ class Scheduler:
 
     def _round(self) -> Job | None:
         """A round of all prefilled samples, except those whose grammars are late; preempts until
-        there are pages for its trees. None without such a sample.
+        there are pages for its trees.
         """
         while True:
             samples = [one for one in self._running if one.is_prefilled and not one.sampler.is_late]

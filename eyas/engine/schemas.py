@@ -1,4 +1,4 @@
-"""What clients write as a schema or a grammar, in forms that llguidance reads. Pure functions."""
+"""Clients' schemas and grammars in the forms that llguidance reads. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def plain_schema(schema: Any) -> Any:
-    """An equivalent JSON schema without false uniqueItems, and with anyOf for a oneOf of constants
-    that all differ.
+    """An equivalent JSON schema without false uniqueItems; a oneOf of distinct constants becomes
+    anyOf.
     """
     if not isinstance(schema, dict):
         return schema
@@ -35,7 +35,7 @@ def plain_schema(schema: Any) -> Any:
 
 
 def _are_constants(schemas: Any) -> bool:
-    """Whether each schema allows some values only, and no two the same."""
+    """Whether each schema allows listed values only, no value twice."""
     values: list[Any] = []
     for schema in schemas if isinstance(schemas, list) else [None]:
         if not isinstance(schema, dict):
@@ -52,19 +52,19 @@ def _are_constants(schemas: Any) -> bool:
 
 
 def lark(grammar: str) -> str:
-    """A grammar in Lark's form, from that form or llama.cpp's GBNF. A rule of characters alone
-    matches the longest text it can. Raises ValueError.
+    """A grammar of Lark's form or llama.cpp's GBNF, in Lark's form. A rule of characters alone
+    matches the longest text. Raises ValueError.
     """
     try:
         return any_to_lark(_ESCAPED.sub(_character, grammar))
     except RecursionError as error:
         raise ValueError("it nests too deep") from error
-    except Exception as error:  # the library raises no class of its own for most of them
+    except Exception as error:  # llguidance has no class of its own for most errors
         raise ValueError(str(error)) from error
 
 
 def _character(escape: re.Match[str]) -> str:
-    """The character that an escape numbers: the library's reader cuts the number short."""
+    """The character that an escape numbers: llguidance cuts the number short."""
     code = escape[1] or escape[2]
     if code is None or not 0x7F < int(code, 16) < 0x110000:
         return f"\\x{int(code, 16):02x}" if code and int(code, 16) < 0x80 else escape[0]

@@ -1,6 +1,4 @@
-"""Stop strings, matched only here: the token that completes one in the decoded text, and the text
-before it.
-"""
+"""Stop strings: the token that completes one in the decoded text, and the text before it."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from eyas.chat import TextStream
 class StopFilter:
     """Passes text through up to the first stop string and holds back what may become one.
 
-    The results of `push` and `finish`, joined, are the text before the stop string that is complete
-    first (of two that end together, the longer), however the text was cut into pieces.
+    The joined results of `push` and `finish` are the text before the stop string that is complete
+    first (of two that end together, the longer), however the text was cut.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -50,15 +48,15 @@ class StopFilter:
         return text
 
     def finish(self) -> str:
-        """What was held back, when the text ended without a stop string."""
+        """The held text, when the text ended without a stop string."""
         return "" if self.hit else self._held
 
 
 class StopChecker:
-    """Decodes the tokens of a sample one by one and ends its text before the first stop string.
+    """Decodes a sample's tokens one by one and ends its text before the first stop string.
 
-    Bytes of an unfinished character are no text yet, so a stop string never matches half a
-    character. The text of the first `min_tokens` tokens is not searched.
+    An unfinished character is no text yet, so a stop string never matches half of one. The text of
+    the first `min_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class StopChecker:
         return self._filter.hit
 
     def finish(self) -> bool:
-        """After the last token: whether the bytes that waited complete a stop string."""
+        """Whether the bytes that waited behind the last token complete a stop string."""
         self._text += self._filter.push(self._stream.finish()) + self._filter.finish()
         return self._filter.hit
 

@@ -1,15 +1,10 @@
-"""Drafts from text: what followed the last tokens before, in this request or in other answers.
+"""Drafts from text: what followed the last tokens before, in this request or in recent answers.
 
-A match is a run of tokens that ends where the answer ends now and stood somewhere before; what
-followed it there is a chain of candidates. Chains are looked up in microseconds; the target
-verifies them like any other candidate.
-
-    TextIndex      the request's own prompt and answer: the longest match, of those the most recent
+    TextIndex      the request's own prompt and answer: the longest match, then the most recent
     RecentAnswers  recent answers, by salt: the longest match, of three tokens or more
-    kinds          what is known of a candidate before any model looks at it
 
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match of Deflate (RFC 1951,
-section 4): chains of earlier places by hash, of which the most recent are compared.
+section 4): chains of earlier places by hash; the most recent are compared. It takes microseconds.
 """
 
 from __future__ import annotations
@@ -26,14 +21,14 @@ _KEY = 3  # tokens by which they are found
 RECENT_TOKENS = 1 << 16  # hundreds of answers, some 25 MB
 _SALTS = 256  # remembered: an empty index takes memory too
 
-# A candidate's kind: its source, how long the match was, and whether it is a chain's first token.
-# The match counts the tokens of the chain before the candidate too: 1, 2, 3, 4-5, ...
+# A candidate's kind: its source, the length of its match (with the chain's tokens before it: 1, 2,
+# 3, 4-5, ...), and whether it is a chain's first token.
 _MATCHES = (2, 3, 4, 6, 9, 14)
 NUM_MATCHES = len(_MATCHES) + 1
 _CLASS_OF = [bisect_right(_MATCHES, length) for length in range(_LONGEST + CHAIN + 1)]
 _RECENT = NUM_MATCHES  # first class of matches in other answers
 NUM_KINDS = 2 * (_RECENT + NUM_MATCHES)
-# how often candidates of a class came true in 270 greedy answers of SmolLM2, before any are seen
+# acceptance by class in 270 greedy answers of SmolLM2: the first belief
 FIRST_ACCEPTANCE = 2 * (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -46,7 +41,9 @@ class TextChain:
 
 
 class TextIndex:
-    """The tokens of one request, and the last place of each run of three, two and one of them."""
+    """The tokens of one request, and the last place of each run of three, two and one of them. A
+    place is the index of the token behind a run.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -55,7 +52,6 @@ class TextIndex:
         self._before: list[int] = []  # by place: the place before it with the same three tokens
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. A place is the index of the token behind a run."""
         ones, twos = self._last
         threes, before, known = self._last_3, self._before, self.tokens
         for token in tokens:
@@ -73,8 +69,8 @@ class TextIndex:
             known.append(token)
 
     def match(self) -> tuple[int, int]:
-        """The place behind the longest earlier match of the last tokens (of several the most
-        recent), and its length up to _LONGEST; (-1, 0) for none.
+        """The place behind the longest earlier match of the last tokens (then the most recent), and
+        its length up to _LONGEST; (-1, 0) for none.
         """
         known, n = self.tokens, len(self.tokens)
         found, best = self.match_of(known)
@@ -108,9 +104,7 @@ class TextIndex:
         return found, best
 
     def chain(self) -> TextChain | None:
-        """What followed the match; where it reaches the end of the text, repeated, as repetition
-        tends to go on.
-        """
+        """What followed the match; repeated where the text ends, as repetition tends to go on."""
         place, length = self.match()
         if place < 0:
             return None
@@ -124,7 +118,7 @@ class RecentAnswers:
     """Recent answers of the engine, each found under its own salt alone.
 
     A salt has two generations: when the newer holds half of the limit, the older is dropped. Where
-    all salts together hold too much, the one longest without a new answer is dropped.
+    all salts hold too much, the one longest without a new answer is dropped.
     """
 
     def __init__(self, most_tokens: int = RECENT_TOKENS) -> None:
@@ -133,7 +127,7 @@ class RecentAnswers:
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(self._size, self._by_salt))
+        return sum(len(one.tokens) for indexes in self._by_salt.values() for one in indexes)
 
     def add(self, salt: str | None, tokens: Sequence[int]) -> None:
         """An answer's tokens, its end token the last."""
@@ -158,9 +152,6 @@ class RecentAnswers:
         if not following:
             return None
         return TextChain(following, kinds_of(length, len(following), _RECENT))
-
-    def _size(self, salt: str | None) -> int:
-        return sum(len(index.tokens) for index in self._by_salt[salt])
 
 
 def kinds_of(length: int, count: int, first: int = 0) -> list[int]:

@@ -3,10 +3,9 @@
     candidates, level by level       tree of N nodes: node 0, the root, is the last emitted token;
     (all children of all frontiers)  the kept candidates follow in their order, parents first
 
-A node's path probability is the chance that it is emitted because it is in the tree; their sum is
-the expected number of extra tokens of any tree. So the best n nodes of all requests are the n of
-highest path probability, and the only question is n: each further node brings fewer tokens, at the
-cost of the machine's curve. One sort gives one budget over all requests.
+A node's path probability is the chance that it is emitted; the sum over a tree is its expected
+number of extra tokens. So the best n nodes of all requests are the n most probable, and only n is
+to be chosen: one sort gives one budget over all requests.
 
 Letters: B requests, C candidates a request, n nodes kept in all, N nodes of a tree.
 """
@@ -93,9 +92,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
-    """kept bool [B, C] is connected: a kept node's parent is kept. expected_tokens includes one
-    token for each request.
-    """
+    """kept bool [B, C] is connected. expected_tokens includes one token for each request."""
 
     kept: np.ndarray
     num_nodes: int
@@ -113,10 +110,10 @@ def choose(
 ) -> NodeChoice:
     """The prefix of the sorted candidates with the highest tokens - rate * ms.
 
-    path_probs [B, C]: level by level, a child at most its parent's. ms_of_nodes[n]: the verifying
+    path_probs [B, C]: level by level, a child's at most its parent's. ms_of_nodes[n]: the verifying
     forward with n nodes besides the roots; its length limits n. num_tokens: emitted without any
-    node, one a request. max_nodes: per request. rate: long-run tokens/ms. Total tokens over total
-    time are highest when each round stops where a node earns less than the average round.
+    node. max_nodes: per request. rate: long-run tokens/ms; total tokens over total time are highest
+    when each round stops where a node earns less than the average round.
     """
     B, C = path_probs.shape
     width = min(C, max_nodes)
@@ -134,8 +131,7 @@ def choose(
     tokens = np.empty(limit + 1)
     tokens[0] = num_tokens
     tokens[1:] = best[:limit]
-    # one after the other, as the library adds them: a tie here is a tie there
-    np.cumsum(tokens, out=tokens)
+    np.cumsum(tokens, out=tokens)  # in the library's order: a tie here is a tie there
     ms = ms_of_nodes[: limit + 1] + fixed_ms
     n = int((tokens - rate * ms).argmax())
     kept = np.zeros(B * C, dtype=bool)
@@ -145,8 +141,8 @@ def choose(
 
 def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
     """The tree of a fixed size, kept bool [B, C]: each request's `num_nodes` best (EAGLE-2, arXiv
-    2406.16858, section 4.2). A child never scores above its parent and stands behind it, so the
-    kept nodes are connected at equal scores too.
+    2406.16858, section 4.2). A child never scores above its parent and stands behind it: the kept
+    nodes are connected.
     """
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, np.argsort(-scores, axis=1, kind="stable")[:, :num_nodes], True, axis=1)
@@ -156,9 +152,8 @@ def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
 def goes_on(frontier_Bk: np.ndarray, thresholds: Sequence[float], level: int) -> bool:
     """Whether a level grows from these frontiers, scores [B, k]; level: 0 for depth 2.
 
-    thresholds [K]: the last is the path probability from which a node is worth its time. A level is
-    drafted while the sum of what the requests' best paths have above it reaches the level's
-    threshold.
+    thresholds [K]: the last is the path probability from which a node is worth its time. A level
+    grows while the requests' best paths exceed it, in sum, by the level's threshold.
     """
     best_B = np.exp(frontier_Bk.max(axis=1).astype(np.float64))
     return float(np.maximum(best_B - thresholds[-1], 0.0).sum()) >= thresholds[level]
@@ -176,7 +171,7 @@ class Tree:
 
     @classmethod
     def of_root(cls, token: int) -> Tree:
-        """A tree without proposals: its round is plain decoding."""
+        """Without proposals: its round is plain decoding."""
         return cls([token], [-1])
 
     def __len__(self) -> int:
@@ -204,9 +199,7 @@ def tree_of_line(root: int, chosen: NodesToVerify, b: int) -> Tree:
 def drafted_tree(
     proposals: Proposals, b: int, kept_C: np.ndarray, emitted: Sequence[int]
 ) -> DraftedTree:
-    """The update's form of request b's candidates `kept_C`, bool [C], with those that were
-    accepted.
-    """
+    """The update's form of request b's candidates `kept_C`, bool [C], with the accepted ones."""
     kept = kept_C.nonzero()[0].tolist()
     tree, scores = tree_of(-1, proposals, b, kept), [0.0, *proposals.scores[b, kept].tolist()]
     tokens, parents = tree.tokens[1:], tree.parents[1:]

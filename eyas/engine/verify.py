@@ -1,10 +1,8 @@
 """Exact verification of a tree of drafts, as a pure function.
 
-The target draws every token from its own distribution at the current node; the tree only saves
-forwards. If the token is a child of the node, it is accepted and the walk goes on there; otherwise
-it is the bonus token and the walk ends. Every emitted token is a draw of the target given what
-precedes it, by numbers that follow from the request's seed: the output is that of plain decoding,
-whatever the tree, even a tree that follows from the same numbers.
+The target draws every token from its own distribution. A drawn token that is a child of the current
+node is accepted; any other is the bonus token and ends the walk. Every emitted token is the
+target's own draw after those before it: the output is that of plain decoding, whatever the tree.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ def accept(
     """Walk the tree from its root along the target's own draws.
 
     tokens, parents: of nodes 0 .. N-1; node 0 is the root, parents[n] < n. draw(node): the target's
-    next token after the path to `node`, called once for each node on the path, in order; None: not
-    known yet, and the walk ends before it. Returns the accepted nodes in order, root excluded, and
-    the emitted tokens: those of the nodes, then the bonus token.
+    next token after `node`, called once for each node of the path, in order; None where it is not
+    known yet, which ends the walk before it. Returns the accepted nodes, root excluded, and the
+    emitted tokens: the nodes', then the bonus token.
     """
     children = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
     node = 0
@@ -28,7 +26,7 @@ def accept(
     emitted: list[int] = []
     while True:
         token = draw(node)
-        if token is None:  # the last token takes the bonus token's place: its node is not accepted
+        if token is None:  # the last emitted token becomes the bonus token
             return path[:-1], emitted
         emitted.append(token)
         child = children.get((node, token))

@@ -1,8 +1,8 @@
 """A published checkpoint's tensors under our names and in our order of rows.
 
-What differs between projects is taken away here, once, when a target is loaded: names, matrices
-that hold several, pairs of channels that are turned as neighbours, norms stored without their 1,
-experts in one tensor, and 4-bit blocks of MXFP4 (OCP Microscaling Formats 1.0).
+Names, matrices that hold several, pairs of channels that are turned as neighbours, norms stored
+without their 1, experts in one tensor, and MXFP4's 4-bit blocks (OCP Microscaling Formats 1.0)
+become one form here, when a target is loaded.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from eyas.model.arrays import BFLOAT16, FLOAT32, Array, cast
 
 Rows = TypeVar("Rows", bound=Any)  # an array, or blocks of a GGUF file: what has rows to choose
 LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(\w+)")
-# Before the decoder's own names in checkpoints that hold more than a decoder of text.
+# prefixes in checkpoints that hold more than a decoder of text
 WITHIN = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.", ""),
 )
-# What of such a checkpoint is no part of its decoder.
+# what is no part of the decoder
 BESIDE = re.compile(r"(model\.)?\w*(vision|visual|image|audio|speech|projector|connector)")
 RESTORE = "restore the checkpoint from its source"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 
 
 def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Tensors or blocks by our names. What has no name of ours keeps its own. Raises
-    MismatchError.
-    """
+    """Tensors or blocks by our names; others keep their own. Raises MismatchError."""
     family = FAMILIES[config.family]
     found: dict[str, Any] = {}
     for name, tensor in published.items():
@@ -61,8 +59,8 @@ def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, R
 
 
 def refuse_untied(embed_tokens: Any, lm_head: Any) -> None:
-    """Raise MismatchError for a stored lm_head [V, H] that is not the embeddings, which config.json
-    says it is.
+    """Raise MismatchError for a stored lm_head [V, H] that differs from the embeddings where
+    config.json ties them.
     """
     if embed_tokens is not None and not np.array_equal(embed_tokens, lm_head):
         raise MismatchError(
@@ -91,7 +89,7 @@ def our_name(name: str, family: Family) -> str | None:
 
 
 def published_names(name: str) -> set[str]:
-    """What a tensor that stands outside of the layers may be called in a checkpoint."""
+    """What a tensor outside of the layers may be called in a checkpoint."""
     within = {
         outside + name.removeprefix(inside) for outside, inside in WITHIN if name.startswith(inside)
     }
@@ -134,9 +132,7 @@ def _parts(name: str, tensor: Any, config: TargetConfig, family: Family) -> dict
 
 
 def _halves(num_rows: int, config: TargetConfig) -> Array:
-    """Of the channels that are turned in each head, the even ones before the odd ones: int64
-    [num_rows].
-    """
+    """In each head, the even turned channels before the odd ones: int64 [num_rows]."""
     D, turned = config.head_dim, config.rotary_dims or config.head_dim
     order = np.concatenate([np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, D)])
     rows: Array = (np.arange(0, num_rows, D)[:, None] + order).ravel()

@@ -17,7 +17,7 @@ Arrays = Mapping[str, Array]
 
 FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# in which a value may be NaN or infinite: their bits without a sign, and those of infinity
+# types with NaN and infinity: as whole numbers, and infinity's bits
 _INFINITY: dict[np.dtype[Any], tuple[Any, int]] = {
     np.dtype(np.float64): (np.uint64, 0x7FF0000000000000),
     FLOAT32: (np.uint32, 0x7F800000),
@@ -35,14 +35,14 @@ def cast(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def fits_bfloat16(array: Array) -> bool:
-    """Whether every number of it is one of bfloat16."""
+    """Whether bfloat16 holds every number exactly."""
     if array.dtype != FLOAT32:
         return bool(array.dtype == BFLOAT16)
     return not any((part.view(np.uint32) & 0xFFFF).any() for part in _parts(array))
 
 
 def nonfinite(arrays: Arrays) -> list[str]:
-    """Every array that holds a NaN or an infinity, and how many."""
+    """A line for every array that holds a NaN or an infinity."""
     found = []
     for name, array in arrays.items():
         if bad := _count_nonfinite(array):
@@ -51,7 +51,7 @@ def nonfinite(arrays: Arrays) -> list[str]:
 
 
 def refuse_nonfinite(what: str | Path, arrays: Arrays) -> None:
-    """Raise CorruptError if any weight is NaN or infinite: nothing that comes of it would be."""
+    """Raise CorruptError if any weight is NaN or infinite."""
     if found := nonfinite(arrays):
         more = f"; and {len(found) - 3} tensors more" if len(found) > 3 else ""
         raise CorruptError(f"{what}: {'; '.join(found[:3])}{more}", RESTORE)
@@ -69,6 +69,6 @@ def _count_nonfinite(array: Array) -> int:
 
 
 def _parts(array: Array) -> list[Array]:
-    """Some of its numbers at a time, so that what is computed of them stays in the caches."""
+    """Some numbers at a time, so that what is computed of them stays in the caches."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return [flat[first : first + _AT_ONCE] for first in range(0, flat.size, _AT_ONCE)]

@@ -1,6 +1,4 @@
-"""How a request draws its next tokens, as the native library (`cpp/draw.h`) reads it; what the
-numbers mean, `engine/sampling.py` says.
-"""
+"""How a request draws its next tokens, as the native library (`cpp/draw.h`) reads it."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ MOST_PLACES = 64  # tokens of a walk: a tree has so many columns
 
 
 class DrawState(ctypes.Structure):
-    """A request's parameters, and its state before its next token.
+    """A request's sampling parameters (`engine/sampling.py`), and its state before its next token.
 
-    num_drawn: the index of that token; its random numbers follow from seed and index. Arrays, by
-    their addresses: seen and counts int64 [num_seen], biased int64 and biases float64 [num_biased],
-    ends int64 [num_ends], all token ids below V; scored_ints int64 [MOST_PLACES, 1 + num_top] and
-    scored_logits fp32 [MOST_PLACES, 2 + num_top], or 0 without log-probabilities. by_caller: the
-    library draws nothing and gives the logits.
+    num_drawn: the index of that token. Arrays, by their addresses: seen and counts int64
+    [num_seen], biased int64 and biases float64 [num_biased], ends int64 [num_ends], all token ids
+    below V; scored_ints int64 [MOST_PLACES, 1 + num_top] and scored_logits fp32 [MOST_PLACES, 2 +
+    num_top], or 0 without log-probabilities. by_caller: the library draws nothing and gives the
+    logits.
     """
 
     _fields_ = STRUCTS["DrawState"]._fields_
@@ -40,7 +38,7 @@ def draw_states(draws: Draws | None, count: int) -> ctypes.Array[ctypes.c_void_p
 
 
 class Scores:
-    """What the library writes down of the tokens of a walk that are to have log-probabilities."""
+    """Where the library writes the log-probabilities of a walk's tokens."""
 
     def __init__(self, num_top: int, places: int = MOST_PLACES) -> None:
         self.ints = np.empty((places, 1 + num_top), dtype=np.int64)
@@ -48,7 +46,6 @@ class Scores:
 
 
 def no_best_logit(best: float) -> EyasError:
-    """The error of logits whose maximum is no number."""
     return EyasError(
         f"the target's best logit is {best}",
         "check the target's weights and dtype: its numbers overflow",

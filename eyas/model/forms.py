@@ -1,7 +1,6 @@
 """Draft heads on disk, written in four forms: our own, SGLang's, vLLM's (see `checkpoint`), and
-OpenVINO's, which is SGLang's with the target's embeddings beside the head.
-
-Equal heads give equal bytes.
+OpenVINO's, which is SGLang's with the target's embeddings beside the head. Equal heads give equal
+bytes.
 
 Letters: H hidden size, V target vocabulary, W draft vocabulary.
 """
@@ -43,7 +42,7 @@ from eyas.model.weights import array_sha256, weight_files
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """What the vLLM form says of the target, and the default length of drafts."""
+    """The target as the vLLM form names it, and the default length of drafts."""
 
     name_or_path: str | None = None
     architectures: tuple[str, ...] = ()
@@ -61,8 +60,7 @@ def write_head(
     """The files of a head in one form, by name. tensors: by EAGLE's names, maps included.
 
     Weights keep their dtype. verifier: for the engines' forms. max_shard_bytes: as in
-    `weight_files`. Raises MismatchError for a head that does not fit its config; export/engines.py
-    says what an engine cannot read of a sound head.
+    `weight_files`. Raises MismatchError for a head that does not fit its config.
     """
     refuse("the head", tensor_faults(config, tensors))
     verifier, written = verifier or Verifier(), dict(tensors)
@@ -111,9 +109,9 @@ def _engine_settings(
 ) -> dict[str, Any]:
     """config.json, flat or in speculators' form.
 
-    The flat one lists layers as outputs, as SpecForge does: read alike by every SGLang as long as
-    the first is 1 (export/engines.py). It has no norm_output unless it is on: left out, it means
-    the same to SGLang (not fed back) and to SpecForge.
+    The flat one lists layers as outputs, as SpecForge does: every SGLang reads this alike if the
+    first is 1. norm_output is left out unless it is on: its absence means the same to SGLang and
+    SpecForge.
     """
     flags = config.model_dump(include=FLAGS.keys() - {"norm_output"})
     own_rope = {OWN_ROPE: True} if config.own_rope else {}

@@ -1,7 +1,5 @@
-"""The C++ library of `cpp/`: the best of its variants that this processor runs, shipped with the
-package or built when first used, and how it is called.
-
-A call that finds no memory raises MemoryError.
+"""The C++ library of `cpp/`: the best variant that this processor runs, shipped with the package or
+built at first use, and how it is called. A call that finds no memory raises MemoryError.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class Native:
 
 
 def unavailable() -> str | None:
-    """Why this machine or process has no native path, in one line; None when it has. Builds the
-    library when there is none. Raises ConfigError for a variant that is none.
+    """Why there is no native path, in one line; None where there is. Builds the library when there
+    is none. Raises ConfigError for a variant that is none.
     """
     if os.environ.get("EYAS_NATIVE") == "0":
         return "EYAS_NATIVE=0 turns it off"
@@ -55,14 +53,14 @@ def unavailable() -> str | None:
 
 
 def native() -> Native:
-    """Only for a process in which `unavailable()` is None."""
+    """Only where `unavailable()` is None."""
     found = _loaded()
     assert isinstance(found, Native), found
     return found
 
 
 def library() -> ctypes.CDLL:
-    """The library. Only for a process in which `unavailable()` is None."""
+    """Only where `unavailable()` is None."""
     return native().lib
 
 
@@ -122,7 +120,7 @@ def _loaded() -> Native | str:
 
 
 def built(variant: Variant, compiler: str, main: Path = variants.MAIN) -> Path:
-    """The file of a variant's library in this machine's cache, compiled at need."""
+    """The file of a variant's library in this machine's cache, compiled if needed."""
     return variants.built(variant, compiler, cache_folder("native"), main, logger.warning)
 
 
@@ -167,7 +165,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _checked(failure: int | None) -> Callable[..., Any]:
-    """Passes on what a function returns, and raises MemoryError for its sign of failure."""
+    """Passes a function's result on; raises MemoryError for its sign of failure."""
 
     def check(result: Any, *_: object) -> Any:
         if result == failure:
@@ -181,10 +179,9 @@ def _checked(failure: int | None) -> Callable[..., Any]:
 
 
 def address(array: np.ndarray | None) -> int | None:
-    """Where the numbers of a contiguous array lie, in half the time that `array.ctypes` takes."""
+    """Where a contiguous array's numbers lie, in half the time of `array.ctypes`."""
     return None if array is None else array.__array_interface__["data"][0]
 
 
 def addresses(arrays: Sequence[np.ndarray | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """The same of several."""
     return (ctypes.c_void_p * len(arrays))(*map(address, arrays))

@@ -1,7 +1,5 @@
-"""Weights packed for the library's products, once, in the order in which they are read.
-
-A float32 weight whose numbers are bfloat16's is stored as such; blocks of a GGUF file stay as they
-are.
+"""Weights packed for the library's products, once, in the order in which they are read. Float32
+weights that bfloat16 holds exactly are stored as such; blocks of a GGUF file stay as they are.
 
 Letters: N outputs, K inputs.
 """
@@ -43,8 +41,8 @@ PLAIN_LAYER = LayerKind()
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a model's weights are packed. squeezed: bfloat16 in 12 bits. blocks: those that are
-    multiplied in a GGUF file's own format instead.
+    """How a model's weights are packed. squeezed: bfloat16 in 12 bits. blocks: those multiplied in
+    a GGUF file's own format instead.
     """
 
     dtype: np.dtype[Any]
@@ -54,7 +52,7 @@ class Packing:
 
     @classmethod
     def of(cls, tensors: Arrays, dtype: np.dtype[Any], blocks: Blocks | None) -> Packing:
-        """For these tensors, on the threads of this moment."""
+        """On the threads of this moment."""
         shapes = (
             tensors.shapes.values()
             if isinstance(tensors, LazyArrays)
@@ -65,7 +63,9 @@ class Packing:
 
 
 class PackedLinear:
-    """Weights [N, K] of one product, stacked from parts and packed for streaming."""
+    """Weights [N, K] of one product, stacked from parts and packed for streaming. The `of_...`
+    raise MemoryError.
+    """
 
     def __init__(self, handle: int) -> None:
         """handle: of the library's product."""
@@ -83,8 +83,8 @@ class PackedLinear:
         squeezed: bool,
         gated: bool = False,
     ) -> PackedLinear:
-        """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined.
-        Raises MemoryError.
+        """squeezed: bfloat16 in 12 bits; gated: gate and up, whose outputs are
+        joined.
         """
         is_short = dtype == BFLOAT16 or all(map(fits_bfloat16, weights))
         stored = BFLOAT16 if is_short else FLOAT32
@@ -101,9 +101,7 @@ class PackedLinear:
         threads: int,
         gated: bool = False,
     ) -> PackedLinear:
-        """From the blocks of a GGUF file, which `parts_of` says fit together. Raises
-        MemoryError.
-        """
+        """From the blocks of a GGUF file that fit together (`parts_of`)."""
         parts, kinds = [one.data for one in matrices], [int(one.kind) for one in matrices]
         K = matrices[0].shape[1]
         return cls._stacked(library().eyas_quantised, parts, kinds, K, biases, threads, gated)
@@ -116,7 +114,7 @@ class PackedLinear:
         how: Packing,
         gated: bool = False,
     ) -> PackedLinear:
-        """From numbers without scales of a GGUF file, each as it is. Raises MemoryError."""
+        """From numbers without scales of a GGUF file, each as it is."""
         if how.dtype == BFLOAT16 and {matrix.kind for matrix in matrices} == {Kind.F16}:
             parts, kinds = [matrix.data for matrix in matrices], [HALF] * len(matrices)
             K = matrices[0].shape[1]
@@ -126,7 +124,7 @@ class PackedLinear:
 
     @classmethod
     def of_two_bits(cls, rows: Array, K: int, threads: int) -> PackedLinear:
-        """From `two_bit_rows` of K inputs. Raises MemoryError."""
+        """From `two_bit_rows` of K inputs."""
         return cls._stacked(library().eyas_quantised, [rows], [TWO_BITS], K, (), threads)
 
     @classmethod
@@ -154,8 +152,8 @@ class PackedLinear:
 
 
 def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[BlockMatrix] | None:
-    """The matrices whose outputs are joined in one product, or None where they are not multiplied
-    as blocks: one is in a format without a product, or their formats meet inside 16 outputs.
+    """The matrices whose outputs are joined in one product; None where one is in a format without a
+    product, or their formats meet inside 16 outputs.
     """
     found = [blocks[name] for name in names if name in blocks]
     if len(found) < len(names) or any(part.kind not in KINDS for part in found):
@@ -180,8 +178,8 @@ def quantisable(tensors: Arrays) -> dict[str, Array]:
 
 
 def two_bit_rows(weight: Array) -> Array:
-    """A matrix [N, K] with one of four numbers for each weight, K a multiple of TWO_BIT_RUN:
-    uint8 [N, bytes of a row], `TwoBits` of cpp/formats.h.
+    """A matrix [N, K] with one of four numbers for each weight, K a multiple of TWO_BIT_RUN: uint8
+    [N, bytes of a row], `TwoBits` of cpp/formats.h.
     """
     N, K = weight.shape
     made = np.empty((N, K // TWO_BIT_RUN, 2 + TWO_BIT_RUN // 4), dtype=np.uint8)
@@ -214,9 +212,7 @@ VECTORS = {
 
 
 class PackedLayer:
-    """The weights of one layer, packed in the order of their use, so that they lie in memory as
-    they are read.
-    """
+    """The weights of one layer, packed in the order in which they are read."""
 
     def __init__(
         self,
@@ -271,15 +267,15 @@ class PackedLayer:
 
 
 def vector(tensor: Array) -> Array:
-    """As the library reads a norm's weights, or the taps of a convolution: by tap, [kernel, H]."""
+    """A norm's weights, or the taps of a convolution by tap, [kernel, H]."""
     return np.ascontiguousarray(cast(tensor, FLOAT32).T)
 
 
 def joined_linear(
     tensors: Arrays, names: Sequence[str], how: Packing, gated: bool = False
 ) -> PackedLinear:
-    """One product of the weights and biases under some names: of their blocks where there are any
-    that fit together, else of the tensors. Raises CorruptError for scales that are no numbers.
+    """One product of the weights and biases under some names: of their blocks where they fit
+    together, else of the tensors. Raises CorruptError for scales that are no numbers.
     """
     weights = [f"{name}.weight" for name in names]
     biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
@@ -300,7 +296,7 @@ def joined_linear(
 
 
 def rows_of_embeddings(embed_tokens: Array | BlockMatrix) -> tuple[Array, int]:
-    """The rows as the library reads them, and how it does: by ggml's number of their type."""
+    """The rows as the library reads them, and ggml's number of their type."""
     if isinstance(embed_tokens, BlockMatrix):
         return embed_tokens.data, int(embed_tokens.kind)
     is_short = embed_tokens.dtype == BFLOAT16

@@ -1,5 +1,5 @@
-"""Weights that PyTorch pickled (pytorch_model.bin), read without it: a zip file of a pickle, whose
-only content may be named tensors, and their numbers. No code of the file is run.
+"""Weights that PyTorch pickled (pytorch_model.bin), read without it: a zip file of a pickle of
+named tensors, and their numbers. No code of the file is run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pickled_arrays(path: Path) -> dict[str, Array]:
             root = inside.removesuffix("data.pkl")
             stream = io.BytesIO(archive.read(inside))
             found = _Reader(stream, lambda key: archive.read(f"{root}data/{key}")).load()
-    except Exception as error:  # whatever a pickle of another kind makes of its reader
+    except Exception as error:  # a pickle of another kind may raise anything
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CorruptError(f"{path} cannot be read as plain tensors: {said}", CONVERT) from error
     if not isinstance(found, dict) or not all(

@@ -16,14 +16,13 @@ STEP = 1e-30  # in place of a division by zero
 def inverse_frequencies(rope: RopeConfig, dims: int) -> Floats:
     """Radians per position of each channel pair, float32 [dims / 2].
 
-    linear: all divided by `factor`. llama3 (Llama 3.1's published scaling): waves that fit
-    `high_freq_factor` times or more into the original context stay, those that fit
-    `low_freq_factor` times or fewer are divided by `factor`, and those between are interpolated.
-    yarn (arXiv 2309.00071): the same, interpolated by the channel's number. longrope (arXiv
-    2402.13753): each divided by its own factor.
+    linear: all divided by `factor`. llama3: waves that fit `high_freq_factor` times or more into
+    the original context stay, those that fit `low_freq_factor` times or fewer are divided by
+    `factor`, those between are interpolated. yarn (arXiv 2309.00071): the same, interpolated by the
+    channel's number. longrope (arXiv 2402.13753): each divided by its own factor.
     """
     exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
-    # rounded once, as PyTorch's power is: tables are then those of transformers
+    # rounded once, as PyTorch's power: the tables are those of transformers
     powers = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     frequencies: Floats = np.float32(1) / powers
     if rope.kind == "linear":
@@ -41,8 +40,7 @@ def inverse_frequencies(rope: RopeConfig, dims: int) -> Floats:
         length, low = rope.original_max_position_embeddings, rope.low_freq_factor
         waves_in_context = np.float32(length) * frequencies / np.float32(2 * math.pi)
         span = rope.high_freq_factor - low or STEP  # Llama 4 Scout has nothing between them
-        kept = (waves_in_context - np.float32(low)) / np.float32(span)
-        kept = kept.clip(0, 1)
+        kept = ((waves_in_context - np.float32(low)) / np.float32(span)).clip(0, 1)
         return frequencies * (kept + (1 - kept) / np.float32(rope.factor))
     return frequencies
 

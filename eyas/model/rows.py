@@ -1,21 +1,18 @@
 """What one forward reads and writes: rows of tokens, the paged caches, and the results.
 
-    PagedCache.data [L, num_slots, W]           slot = page * page_size + offset; W: keys [Hk, D],
-                                                then values [Hk, D]
-    FeatureCache.data [num_slots, A]            the target's features of the same tokens
+    PagedCache.data [L, num_slots, W]     slot = page * page_size + offset; W: keys [Hk, D], values
+    FeatureCache.data [num_slots, A]      the target's features of the same tokens
 
-A slot is the place of one token, a page is page_size slots in a row; the allocator knows who owns
-which page. A target's cache, its features and its draft's cache share one page table: a request's
-keys and values lie in columns 0, 1, 2, ... of its own, and column c is slot
-page_table[b, c // page_size] * page_size + c % page_size. A row sees a dense prefix of its
+A target's cache, its features and its draft's cache share one page table: column c of request b is
+slot page_table[b, c // page_size] * page_size + c % page_size. A row sees a dense prefix of its
 request's columns and, behind it, the columns of its tree that its bits name:
 
     columns   first_column ....... prefix_len-1 | prefix_len + 0, + 1, ... + 63
     row m     all seen, or the last of a window | those whose bit is set in seen[m], its own too
 
 A token of a prompt sees its prefix with itself (prefix_len = column + 1, no bits); a node of a tree
-its ancestors' bits. Read in this order, prefix first and bits ascending, a row's keys stand in the
-order of plain decoding.
+its ancestors' bits. Prefix first and bits ascending, a row's keys stand in the order of plain
+decoding.
 
 Letters: M rows, R rows whose logits are asked for, B requests, P pages of the longest request, C
 candidates, L layers, Hk key heads, D head dimension, A = 3 * Ht, Ht target hidden size, V
@@ -46,7 +43,7 @@ class Rows:
     """The M rows (tokens) of one forward.
 
     All int64 [M], but page_table int32 [B, P]. request: the row's line of page_table. position: of
-    the rotation. slot: where its key and value are written. seen holds 64 bits as a signed number.
+    the rotation. slot: where its key and value are written. seen: 64 bits as a signed number.
     first_column is 0 for a target; a draft has no entry in column 0.
     """
 
@@ -67,10 +64,9 @@ class Rows:
 class Roots:
     """The roots of the trees of B requests, and the tokens before them that lack a draft entry.
 
-    lens: the root's column; the target has the columns below it. starts: the first column without
-    an entry of the draft. tokens: those of columns starts[b] .. lens[b], one request after the
-    other, so that each request's last one is its root. page_table: int32 [B, P]. For the target
-    alone, starts is lens.
+    lens: the root's column. starts: the first column without an entry of the draft; lens for the
+    target alone. tokens: those of columns starts[b] .. lens[b], request by request. page_table:
+    int32 [B, P].
     """
 
     lens: list[int]
@@ -101,8 +97,7 @@ def prompt_rows(
     Those of request b go to columns starts[b], starts[b] + 1, ... With first_column 1, the draft's
     entries: column c is rotated by c - 1, the position of its feature.
     """
-    # Lists first: for the few rows of a round they take half the time of as many small array
-    # operations.
+    # for the few rows of a round, lists take half the time of small array operations
     token: list[int] = []
     request: list[int] = []
     column: list[int] = []
@@ -137,9 +132,7 @@ class PagedCache:
     def __init__(
         self, num_layers: int, num_pages: int, page_size: int, slot_width: int, dtype: np.dtype[Any]
     ) -> None:
-        """slot_width: of the config. Memory: num_layers * num_pages * page_size * slot_width
-        numbers, allocated here, once.
-        """
+        """Memory: num_layers * num_pages * page_size * slot_width numbers, allocated here, once."""
         self.num_pages, self.page_size = num_pages, page_size
         # Zeros, not empty: a masked slot may still take part in a product, and 0 * NaN is NaN.
         self.data: Array = np.zeros((num_layers, num_pages * page_size, slot_width), dtype)
@@ -150,10 +143,7 @@ class PagedCache:
 
 
 class FeatureCache:
-    """The target's features of every cached token, in the pages of its keys and values.
-
-    Like keys and values, they depend on the tokens up to their own only.
-    """
+    """The target's features of every cached token, in the pages of its keys and values."""
 
     def __init__(self, num_slots: int, width: int, dtype: np.dtype[Any]) -> None:
         """Memory: num_slots * width numbers, allocated here, once."""
@@ -169,7 +159,7 @@ class FeatureCache:
         return features
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy slots to slots; the sources are read before anything is written."""
+        """As `PagedCache.move`."""
         self.data[destinations] = self.data[sources]
 
 
@@ -178,9 +168,7 @@ class FeatureCache:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """The results of a target's forward.
-
-    aux_hidden: the features [M, 3 * Ht]; None without taps, or if they went to a FeatureCache.
+    """aux_hidden: the features [M, 3 * Ht]; None without taps, or if they went to a FeatureCache.
     logits: [R, V]. best: int64 [R], the argmax of each row; of equal logits the smallest id.
     """
 
@@ -190,8 +178,8 @@ class TargetOutput:
 
 
 class Growth(NamedTuple):
-    """How trees grow: levels, K; candidates of a row of a draft step, k; rows of a request in a
-    step, w: the best of the last level's candidates, k at most.
+    """Levels, K; candidates of a row of a draft step, k; rows of a request in a step, w: the best
+    of the last level's candidates, k at most.
     """
 
     num_draft_steps: int
@@ -208,11 +196,11 @@ class Proposals:
 
     tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
-    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates.
+    frontier's place j stand at j * k .. j * k + k - 1 of the level's candidates.
 
     Where text was drafted too: sources int8 [B, C], who proposes each (HEAD, TEXT, both or 0), and
-    kinds int32 [B, C], of what TEXT proposes. Candidates of text alone stand behind all of the
-    head's, level by level (`engine/drafters.py`), and have their parents' scores.
+    kinds int32 [B, C], of what TEXT proposes. Candidates of text alone stand behind the head's,
+    level by level (`engine/drafters.py`), and have their parents' scores.
     """
 
     tokens: np.ndarray
@@ -234,8 +222,7 @@ class Proposals:
 class NodesToVerify:
     """Which candidates of B' drafting requests are verified, for the B requests of a round.
 
-    line[b]: request b's line of the proposals and of kept; -1 for one that does not draft. kept:
-    bool [B', C].
+    line[b]: request b's line of proposals and kept, -1 for none. kept: bool [B', C].
     """
 
     line: list[int]

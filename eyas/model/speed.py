@@ -23,8 +23,8 @@ MOST_ERROR = 0.02  # a row in 8 bits has some .005
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """read, product: billions of bytes a second, of a plain read and of multiplying a matrix in
-    Q8_0 by one row. error: of the product, relative to NumPy's.
+    """read, product: billions of bytes a second, of a plain read and of multiplying a Q8_0 matrix
+    by one row. error: of the product, relative to NumPy's.
     """
 
     read: float
@@ -37,7 +37,7 @@ class Speed:
 
 
 def measured(threads: int) -> Speed:
-    """On so many threads; only where there is a library."""
+    """Needs the library."""
     lib, matrix, rng = library(), _random_matrix(), np.random.default_rng(1)
     linear = PackedLinear.of_blocks([matrix], (), threads)
     x, y = rng.standard_normal(K, dtype=np.float32), np.empty(N, dtype=np.float32)
@@ -60,7 +60,7 @@ def _random_matrix() -> BlockMatrix:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest call of those that fit into SECONDS."""
+    """Seconds of the fastest call within SECONDS."""
     best, end = float("inf"), time.perf_counter() + SECONDS
     while (start := time.perf_counter()) < end:
         call()

@@ -1,4 +1,4 @@
-"""The structs that Python and the C++ library pass to each other, as `cpp/eyas.h` declares them."""
+"""The structs that Python and the C++ library pass to each other, read from `cpp/eyas.h`."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from eyas.cores import cores
 
 MOST_THREADS = 512  # fewer than kMaxThreads of cpp/pool.h, in whose rounds a team's size is counted
-_chosen: list[int] = []  # the one that was asked for
+_chosen: list[int] = []  # what set_num_threads asked for
 
 
 def num_threads() -> int:
-    """As many as were asked for, by `set_num_threads` or OMP_NUM_THREADS, else as many as this
-    process has cores. A decoder keeps the number that holds when it is made.
+    """As many as were asked for (`set_num_threads`, OMP_NUM_THREADS), else the process's cores. A
+    decoder keeps the number that holds when it is made.
     """
     if _chosen:
         return min(_chosen[0], MOST_THREADS)
@@ -24,13 +24,12 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """For all decoders that are made from now on."""
     _chosen[:] = [count]
 
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Decoders made within run on so many; None leaves it."""
+    """Decoders made within run on so many; None changes nothing."""
     before = [*_chosen]
     _chosen[:] = before if count is None else [count]
     try:

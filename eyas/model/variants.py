@@ -1,6 +1,5 @@
 """The variants of the C++ library of `cpp/`: what each is compiled with, and what it runs on.
-
-Knows the standard library only, for setup.py reads this file before anything is installed.
+Standard library only: setup.py reads this file before anything is installed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ LINKED = ("-s", "-static-libstdc++", "-Wl,--gc-sections", "-Wl,--exclude-libs,AL
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """machine: as `platform.machine()` has it. flags: of the compiler. features: that a processor
-    needs, as /proc/cpuinfo names them.
+    """machine: as of `platform.machine()`. flags: of the compiler. features: needed of the
+    processor, named as in /proc/cpuinfo.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Variant:
     features: frozenset[str]
 
     def lacking(self, features: frozenset[str]) -> str:
-        """What a processor with these features has not, as a list to be read."""
         return ", ".join(sorted(self.features - features))
 
 
@@ -73,8 +71,8 @@ VARIANTS = (_AMX, _BF16, _VNNI, _AVX512, _AVX2_VNNI, _AVX2, _NEON_BF16, _NEON)
 
 
 def of_machine(machine: str | None = None) -> list[Variant]:
-    """The variants for a kind of machine, this one's where none is named: the threads of cpp/pool.h
-    wait by a call of Linux.
+    """The variants for a kind of machine, this one's by default. The threads of cpp/pool.h need
+    Linux.
     """
     if machine is None and platform.system() != "Linux":
         return []
@@ -84,7 +82,7 @@ def of_machine(machine: str | None = None) -> list[Variant]:
 
 
 def processor_features() -> frozenset[str]:
-    """What Linux says that this processor has."""
+    """Of this processor, as Linux says."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else []:
         name, _, value = line.partition(":")
@@ -101,7 +99,7 @@ def stamp(variant: Variant, main: Path = MAIN, compiler: str = "") -> str:
 
 
 def command(variant: Variant) -> list[str]:
-    """What a compiler is called with, files left out."""
+    """The compiler's flags."""
     return [*FLAGS, *LINKED, *variant.flags]
 
 
@@ -118,7 +116,7 @@ def version_of(compiler: str) -> str:
 
 
 def file_of(variant: Variant, compiler: str, main: Path = MAIN) -> str:
-    """What `built` calls a library. Raises OSError, CalledProcessError."""
+    """Raises OSError, CalledProcessError."""
     return f"{main.stem}-{variant.name}-{stamp(variant, main, version_of(compiler))}.so"
 
 
@@ -129,8 +127,8 @@ def built(
     main: Path = MAIN,
     say: Callable[..., object] = print,
 ) -> Path:
-    """The variant's library in a folder, compiled unless it is there, by this compiler. Raises
-    OSError, CalledProcessError.
+    """The variant's library in a folder, compiled unless it is there. Raises OSError,
+    CalledProcessError.
     """
     library = folder / file_of(variant, compiler, main)
     if library.exists():

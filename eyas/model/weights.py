@@ -26,7 +26,6 @@ from eyas.model.pickled import pickled_arrays
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
-# By the names of safetensors' files.
 TYPES: dict[str, np.dtype[Any]] = {
     **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -36,7 +35,7 @@ TYPES: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-# What of a target's folder `fingerprint` reads in full, and its samples of each weight file.
+# `fingerprint` reads these in full, and samples of each weight file
 CONFIG_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 256
 ROWS_AT_ONCE = 4096  # dequantised at a time to be hashed
@@ -45,12 +44,10 @@ ROWS_AT_ONCE = 4096  # dequantised at a time to be hashed
 def read_arrays(
     folder: str | Path, wanted: Collection[str] | None = None, pickled: bool = False
 ) -> dict[str, Array]:
-    """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that
-    are there.
+    """Tensors of a folder, by name, in their stored dtype: all, or those `wanted` that are there.
 
     They are mapped from the files, not copied; those of a GGUF file are dequantised. pickled: take
-    pytorch_model.bin where there are no safetensors; only tensors are read from it, no code is run.
-    Raises MissingInputError, CorruptError.
+    pytorch_model.bin where there are no safetensors. Raises MissingInputError, CorruptError.
     """
     root = Path(folder)
     if lies_in_file(root):
@@ -65,12 +62,12 @@ def read_arrays(
 
 
 def rounded(values: NDArray[np.float32], dtype: str) -> Array:
-    """The values of a GGUF file in the dtype of the checkpoint that it is."""
+    """A GGUF file's values in the dtype of its checkpoint."""
     return cast(values, np.dtype(dtype))
 
 
 class LazyArrays(Mapping[str, Array]):
-    """Arrays that are made when they are asked for, each time anew; their shapes are known."""
+    """Arrays that are made each time they are asked for; their shapes are known."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Array]) -> None:
         self.shapes, self._read = shapes, read
@@ -93,8 +90,8 @@ class LazyArrays(Mapping[str, Array]):
 def with_matrices(
     tensors: Mapping[str, Array], matrices: Mapping[str, BlockMatrix], dtype: str
 ) -> LazyArrays:
-    """Tensors and the matrices of a GGUF file, dequantised to dtype. Raises CorruptError for values
-    that are NaN or infinite where they are asked for.
+    """Tensors and the matrices of a GGUF file, dequantised to dtype. Reading one raises
+    CorruptError for values that are NaN or infinite.
     """
 
     def read(name: str) -> Array:
@@ -171,7 +168,7 @@ def _without_weights(folder: Path) -> MissingInputError:
 
 
 def file_arrays(path: Path, wanted: Collection[str] | None) -> dict[str, Array]:
-    """Tensors of one file of either kind; wanted as in `read_arrays`."""
+    """Tensors of one file of either kind."""
     if path.suffix != ".safetensors":
         found = pickled_arrays(path)
         return {name: found[name] for name in found if wanted is None or name in wanted}
@@ -185,9 +182,7 @@ def file_arrays(path: Path, wanted: Collection[str] | None) -> dict[str, Array]:
 
 
 def mapped(path: Path, names: Collection[str]) -> dict[str, Array]:
-    """Tensors of a safetensors file that is sound, in the memory of the file: what is written to
-    them stays here.
-    """
+    """Tensors of a sound safetensors file, in its mapped memory; writes stay in this process."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         described = json.loads(stream.read(length))
@@ -205,7 +200,7 @@ def mapped(path: Path, names: Collection[str]) -> dict[str, Array]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises CorruptError."""
+    """Raises CorruptError."""
     try:
         with safe_open(str(path), framework="np") as shard:
             yield shard
@@ -218,10 +213,9 @@ def weight_files(
     tensors: Mapping[str, Array], max_shard_bytes: int | None = None
 ) -> dict[str, bytes]:
     """Tensors as safetensors files by name: one, or shards of at most so many bytes with an index,
-    as Hugging Face names them.
+    as Hugging Face names them. A larger tensor has a shard of its own.
 
-    Equal tensors give equal bytes, whatever their order. A tensor that is larger by itself has a
-    shard of its own.
+    Equal tensors give equal bytes, whatever their order.
     """
     shards: list[dict[str, Array]] = [{}]
     size = 0
@@ -254,12 +248,10 @@ def array_sha256(array: Array) -> str:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Which target a folder holds: 16 hex digits over config, tokenizer and template in full, and
-    over 256 even samples of each weight file.
+    """Which target a folder holds: 16 hex digits over config, tokenizer and template, and over
+    samples of each weight file: 64 KiB at 256 places, all of a file up to 16 MiB.
 
-    Stages put it into their identity in place of the folder's path: a moved target is the same, a
-    retrained one another. Weight files up to 16 MiB are read whole; of a larger one 64 KiB at 256
-    places. A single changed value can escape, a training step cannot. Raises MissingInputError.
+    A moved target is the same, a retrained one another. Raises MissingInputError.
     """
     root = Path(folder)
     files = [
@@ -272,7 +264,7 @@ def fingerprint(folder: str | Path) -> str:
         if path.suffix in CONFIG_SUFFIXES and path.is_file()
     }
     if not files:
-        # as the files would be that the folder could hold: see `gguf.checkpoint.whole_folder`
+        # of the files that the folder could hold: `gguf.checkpoint.whole_folder`
         shards, configs[INDEX] = published_files(root)
         files = [(shard.name, shard.size, shard.read) for shard in shards]
     digest = hashlib.sha256()
@@ -303,7 +295,7 @@ def remembered(path: Path, compute: Callable[[], str]) -> str:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file of the cache, where that is possible: it can be made again."""
+    """Write a file of the cache, if possible."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
