@@ -13,8 +13,7 @@ from eyas.chat import Chat
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler, derived_seed
 from eyas.engine.stop import StopChecker
-from tests.oracle.sampling import draw_key
-from tests.test_sampling import draw, kept_weights
+from tests.oracle.sampling import draw_key, sample
 
 V = 24
 ENDS = frozenset({2, 5})
@@ -56,7 +55,7 @@ def test_penalties_follow_the_answer():
             adjusted_V[token] *= 1 / 1.4 if adjusted_V[token] > 0 else 1.4
             adjusted_V[token] -= 0.6 * output.count(token) + 0.5 * (token in output)
         adjusted_V[7] += 3.0
-        expected = draw(kept_weights(adjusted_V, params), draw_key(11, at))
+        expected = sample(adjusted_V, params, draw_key(11, at))
         output.append(drawer.draw(raw_V))
         assert output[-1] == expected
     assert len(set(output)) > 64
@@ -121,8 +120,7 @@ def test_a_seed_gives_the_same_tokens_and_each_sample_its_own():
 def test_taking_is_drawing_elsewhere():
     drawn, taken = (sampler(temperature=1.2, top_k=9, seed=2, ignore_eos=True) for _ in range(2))
     for at in range(10):
-        key = draw_key(taken.seed, taken.num_drawn)
-        token = draw(kept_weights(LOGITS, taken.params), key)
+        token = sample(LOGITS, taken.params, draw_key(taken.seed, taken.num_drawn))
         assert drawn.draw(LOGITS) == token
         taken.take_drawn([token])
         assert taken.num_drawn == drawn.num_drawn == at + 1

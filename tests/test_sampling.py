@@ -1,5 +1,5 @@
-"""From logits to a token: the fast form against the plain one, cuts, ties, penalties, random
-numbers, and what is refused.
+"""From logits to a token: the plain form (tests/oracle) against the definition, cuts, ties,
+penalties, random numbers, and what is refused. test_draws.py holds the library to the plain form.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -17,86 +17,15 @@ from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import BEST_WEIGHT, Sampler, derived_seed
 from eyas.errors import EyasError, InputError
 from tests.oracle.sampling import (
-    best_ids,
     draw_key,
     exponentials,
+    kept_weights,
     penalised,
     sample,
     token_logprob,
-    weights_of,
 )
 
 V = 300
-INT64 = st.integers(-(2**63), 2**63 - 1)
-
-
-def kept_weights(logits_V, params):
-    """The definition of the cuts, int64 [V]: the weights of the tokens that are kept, 0 elsewhere.
-    By one sort.
-    """
-    weights_V = weights_of(logits_V, params.temperature)
-    order_V = np.argsort(-logits_V, kind="stable")
-    weights_V[weights_V < params.min_p * BEST_WEIGHT] = 0
-    if params.top_k:
-        weights_V[order_V[params.top_k :]] = 0
-    if params.top_p < 1:
-        sums_V, need = weights_V[order_V].cumsum(), math.ceil(params.top_p * int(weights_V.sum()))
-        count = np.searchsorted(sums_V, min(need, sums_V[-1])) + 1
-        weights_V[order_V[count:]] = 0
-    return weights_V
-
-
-def adjusted_probs(logits_V, params):
-    """fp64 [V] of logits [V]: the distribution that a token is drawn from."""
-    weights_V = kept_weights(logits_V, params)
-    return weights_V / weights_V.sum()
-
-
-def draw(weights_V, key):
-    """The token of the largest weight by its exponential number, of equal ones the first."""
-    numbers_V = exponentials(key, np.arange(len(weights_V)))
-    ratios = [weight / number for weight, number in zip(weights_V.tolist(), numbers_V, strict=True)]
-    return ratios.index(max(ratios))
-
-
-@st.composite
-def logits(draw_from):
-    """Logits of many kinds: smooth, with many ties, flat, with one that towers, with some masked
-    out.
-    """
-    rng = np.random.default_rng(draw_from(st.integers(0, 10**6)))
-    logits_V = rng.standard_normal(V) * draw_from(st.sampled_from([0.0, 0.3, 3.0, 30.0]))
-    kind = draw_from(st.sampled_from(["smooth", "ties", "tower", "masked"]))
-    if kind == "ties":
-        logits_V = np.round(logits_V)
-    elif kind == "tower":
-        logits_V[rng.integers(V)] = 90.0
-    elif kind == "masked":
-        logits_V[rng.permutation(V)[: V - draw_from(st.integers(1, 20))]] = -np.inf
-    return logits_V.astype(draw_from(st.sampled_from([np.float32, np.float64])))
-
-
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([1e-5, 0.3, 1.0, 1.7, 2.0]),
-    top_k=st.sampled_from([0, 1, 2, 17, V - 1, V, V + 5]),
-    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1 - 1e-12, 1.0]),
-    min_p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 1.0]),
-)
-KEYS = st.integers(0, 2**64 - 1)
-
-
-@settings(max_examples=300, deadline=None)
-@given(logits(), PARAMS, KEYS)
-@example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_p=0.5), 5)
-@example(np.zeros(V, np.float32), SamplingParams(1.0, top_k=10, top_p=0.5, min_p=1.0), 2**64 - 1)
-def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, key):
-    before_V = logits_V.copy()
-    weights_V = kept_weights(logits_V, params)
-    token = sample(logits_V, params, key)
-    assert token == draw(weights_V, key)
-    assert weights_V[token] > 0
-    assert np.array_equal(logits_V, before_V)
 
 
 def reference_probs(logits_V, params):
@@ -130,7 +59,8 @@ def test_the_plain_form_is_the_definition(options):
     params = SamplingParams(**{"temperature": 1.0} | options)
     logits_V = np.random.default_rng(5).standard_normal(V) * 2
     expected_V = reference_probs(logits_V.tolist(), params)
-    found_V = adjusted_probs(logits_V, params)
+    weights_V = kept_weights(logits_V, params)
+    found_V = weights_V / weights_V.sum()
     np.testing.assert_allclose(found_V, expected_V, rtol=1e-12, atol=1 / BEST_WEIGHT)
 
 
@@ -141,9 +71,8 @@ def test_ties_at_a_cut_go_to_the_smaller_id():
         ({"top_k": 4}, [0, 1, 2, 4]),
         ({"top_p": 0.4}, [1, 2]),
     ):
-        probs_V = adjusted_probs(logits_V, SamplingParams(temperature=1.0, **cut))
-        assert probs_V.nonzero()[0].tolist() == kept
-    assert best_ids(logits_V, 5).tolist() == [0, 1, 2, 3, 4]
+        weights_V = kept_weights(logits_V, SamplingParams(temperature=1.0, **cut))
+        assert weights_V.nonzero()[0].tolist() == kept
     assert sample(logits_V, SamplingParams(), 0.0) == 1
 
 

@@ -1,7 +1,5 @@
-"""From the target's logits to a token in NumPy: what the native library (`cpp/draw.h`) computes, to
-the last bit.
-
-V vocabulary, C candidates.
+"""From the target's logits to a token, by definition: what the native library (`cpp/draw.h`)
+computes, to the last bit. V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -12,16 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.engine.request import SamplingParams, TokenLogprob
-from eyas.engine.sampling import BEST_WEIGHT, WEIGHT_BITS, Ids, Sampler, mixed, scored
+from eyas.engine.sampling import (
+    BEST_WEIGHT,
+    FACTORS,
+    SHIFTS,
+    STEP,
+    WEIGHT_BITS,
+    Ids,
+    Sampler,
+    mixed,
+    scored,
+)
 from eyas.model.draws import no_best_logit
 
 Logits = NDArray[np.float32] | NDArray[np.float64]
 Weights = NDArray[np.int64]
-
-# splitmix64's constants
-STEP = 0x9E3779B97F4A7C15
-FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SHIFTS = (30, 27, 31)
 
 
 def draw_key(seed: int, index: int) -> int:
@@ -63,31 +66,32 @@ EXPONENT_BIAS, EXPONENT_AT = 1023, 52  # of fp64
 UNIFORM_SHIFT = 12  # of 64 bits: 52 are left
 SQRT_HALF = 0x3FE6A09E667F3BCD  # its bits
 LOG_SERIES = [2 * LOG2_E / (2 * place + 1) for place in range(8)]  # the rest is below 2**-44
-_WEIGHT_SLACK = 4  # units, above what rounding can turn around
 
 
 def sample(logits_V: Logits, params: SamplingParams, key: int) -> int:
     """The token that the numbers of `key` draw from what the cuts keep; the argmax at temperature
-    0. Sorts nothing that it need not cut. `cpp/draw.h` is its twin, to the bit.
-
-    With independent exponential numbers e, the largest weight / e falls on each token with the
+    0. With independent exponential numbers e, the largest weight / e falls on each token with the
     probability of its weight (Gumbel-max; Maddison et al. 2014, arXiv 1411.0030).
     """
     if params.temperature == 0:
         return int(logits_V.argmax())
-    ids_C: Ids | None = None
-    if 0 < params.top_k < len(logits_V):
-        ids_C = best_ids(logits_V, params.top_k)
-        logits_V = logits_V[ids_C]
-    weights_C = weights_of(logits_V, params.temperature)
-    if params.min_p > 0:
-        weights_C[weights_C < least_weight(params.min_p)] = 0
+    weights_V = kept_weights(logits_V, params)
+    ids_C = np.flatnonzero(weights_V)
+    return int(ids_C[(weights_V[ids_C] / exponentials(key, ids_C)).argmax()])
+
+
+def kept_weights(logits_V: Logits, params: SamplingParams) -> Weights:
+    """int64 [V]: the weights of the tokens that the cuts keep, 0 elsewhere; by one sort."""
+    weights_V = weights_of(logits_V, params.temperature)
+    order_V = np.argsort(-logits_V, kind="stable")
+    weights_V[weights_V < math.ceil(params.min_p * BEST_WEIGHT)] = 0
+    if params.top_k:
+        weights_V[order_V[params.top_k :]] = 0
     if params.top_p < 1:
-        kept_C = _nucleus(logits_V, weights_C, params.top_p)
-        ids_C, weights_C = kept_C if ids_C is None else ids_C[kept_C], weights_C[kept_C]
-    drawn_C = np.flatnonzero(weights_C)
-    ids_C = drawn_C if ids_C is None else ids_C[drawn_C]
-    return int(ids_C[(weights_C[drawn_C] / exponentials(key, ids_C)).argmax()])
+        sums_V, need = weights_V[order_V].cumsum(), math.ceil(params.top_p * int(weights_V.sum()))
+        count = np.searchsorted(sums_V, min(need, sums_V[-1])) + 1
+        weights_V[order_V[count:]] = 0
+    return weights_V
 
 
 def weights_of(logits_V: Logits, temperature: float) -> Weights:
@@ -114,45 +118,6 @@ def weights_of(logits_V: Logits, temperature: float) -> Weights:
     series_V *= exponent_V.view(np.float64)
     weights_V: Weights = np.rint(series_V, out=series_V).astype(np.int64)
     return weights_V
-
-
-def least_weight(min_p: float) -> int:
-    """What min_p keeps has this weight or more."""
-    return math.ceil(min_p * BEST_WEIGHT)
-
-
-def nucleus_weight(total: int, top_p: float) -> int:
-    """What the nucleus has to hold of the total."""
-    return min(total, math.ceil(top_p * total))
-
-
-def best_ids(logits_V: Logits, count: int) -> Ids:
-    """The ids of the `count` best logits, ascending; of equal ones at the cut those with the
-    smaller ids.
-    """
-    if count >= len(logits_V):
-        return np.arange(len(logits_V))
-    least = np.partition(logits_V, -count)[-count]
-    ids_C = np.flatnonzero(logits_V >= least)
-    if len(ids_C) > count:
-        at_cut = np.flatnonzero(logits_V[ids_C] == least)
-        ids_C = np.delete(ids_C, at_cut[count - len(ids_C) :])
-    return ids_C
-
-
-def _nucleus(logits_C: Logits, weights_C: Weights, top_p: float) -> Ids:
-    """The smallest set of the best that holds top_p of the weight, ascending.
-
-    Tokens that each have less than a C-th of the weight outside hold less than that together: the
-    set is among the others, and only they are sorted.
-    """
-    total = int(weights_C.sum())
-    thin = int((1 - top_p) * total / len(weights_C)) - _WEIGHT_SLACK
-    among_C = np.flatnonzero(weights_C >= thin)
-    ranked_C = among_C[np.argsort(-logits_C[among_C], kind="stable")]
-    held_C = weights_C[ranked_C].cumsum()
-    count = int(np.searchsorted(held_C, nucleus_weight(total, top_p))) + 1
-    return np.sort(ranked_C[:count])
 
 
 # Penalties
@@ -182,14 +147,8 @@ def penalised(
 
 
 def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
-    """log_softmax(logits) at `token` and at the num_top best tokens, best first, of equal ones the
-    smaller id.
-
-    Of the raw logits, before penalties, bias, mask and temperature: as OpenAI's API and vLLM's
-    default have it. In fp64, of the weights at temperature 1: to 1e-9 or better.
-    """
-    top: Ids = best_ids(logits_V, num_top) if num_top else np.empty(0, np.int64)
-    top = top[np.argsort(-logits_V[top], kind="stable")]
+    """As `eyas.engine.sampling.token_logprob`."""
+    top = np.argsort(-logits_V, kind="stable")[:num_top]
     total = int(weights_of(logits_V, 1.0).sum())
     logits = [float(logits_V.max()), float(logits_V[token]), *logits_V[top].tolist()]
     return scored(token, total, logits, top.tolist())
@@ -211,15 +170,11 @@ class PlainSampler(Sampler):
         return token
 
     def _adjusted(self, logits_V: Logits) -> Logits:
-        """Penalties, bias and the mask of min_tokens; the logits themselves where none applies."""
-        params = self.params
-        adjusted_V = logits_V
+        """Penalties, bias and the mask of min_tokens."""
+        params, adjusted_V = self.params, logits_V.copy()
         if self._seen is not None:
             adjusted_V = penalised(adjusted_V, self._seen.ids, self._seen.output_counts, params)
-        if len(self._bias_ids):
-            adjusted_V = adjusted_V.copy() if adjusted_V is logits_V else adjusted_V
-            adjusted_V[self._bias_ids] += self._bias.astype(adjusted_V.dtype)
+        adjusted_V[self._bias_ids] += self._bias.astype(adjusted_V.dtype)
         if self.num_drawn < params.min_tokens:
-            adjusted_V = adjusted_V.copy() if adjusted_V is logits_V else adjusted_V
             adjusted_V[self._end_ids] = -np.inf
         return adjusted_V
