@@ -25,6 +25,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 
 import held_out
 import numpy as np
@@ -50,8 +51,6 @@ STRESSES = [
 
 @dataclass(slots=True)
 class Stressed:
-    """What the engines under stress gave, and what they went through."""
-
     outputs: dict[str, list[int]]
     cancelled: int = 0
     preemptions: int = 0
@@ -84,7 +83,6 @@ def prompts(args: argparse.Namespace) -> list[Request]:
 
 
 def random_params(rng: random.Random, params: SamplingParams) -> SamplingParams:
-    """These, with each option of sampling with some probability."""
     options: dict[str, object] = {"temperature": rng.choice([0.3, 0.8, 1.0, 1.4])}
     options["seed"] = rng.getrandbits(31)
     for share, name, value in (
@@ -138,9 +136,7 @@ def stress(
                 continue
             into.outputs.setdefault(update.request_id, []).extend(update.token_ids)
             done += update.finish_reason is not None
-    assert done == len(requests), (
-        f"{len(requests) - done} requests did not finish in {MAX_STEPS} steps"
-    )
+    assert done == len(requests), f"not all requests finished in {MAX_STEPS} steps"
     engine.check()
     metrics = engine.metrics()
     into.preemptions += int(metrics["preemptions"])
@@ -151,11 +147,9 @@ def stress(
 def gap_at_parting(
     target: Target, request: Request, plain: list[int], stressed: list[int]
 ) -> tuple[int, float]:
-    """Where two outputs part, and how far apart the two best logits are there: a tie of rounding,
-    or a fault?
-    """
-    ends = min(len(plain), len(stressed))
-    place = next((i for i, (a, b) in enumerate(zip(plain, stressed, strict=False)) if a != b), ends)
+    """Where two outputs part, and the gap of the two best logits there."""
+    both = zip(plain, stressed, strict=False)
+    place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     logits_V = target.logits(np.array([[*request.prompt_ids, *plain[:place]]]))[0, -1]
     second, best = np.sort(logits_V)[-2:].tolist()
     return place, best - second

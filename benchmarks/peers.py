@@ -1,23 +1,19 @@
 """eyas against other engines on this machine: same weights, prompts and precision, one request at a
 time, greedy, interleaved.
 
-    python benchmarks/peers.py [--quick] [--llama-cpp BUILD] [--python-openvino PYTHON]
-    [--python-vllm PYTHON]
-        [--sections plain,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work
-        FOLDER]
+    python benchmarks/peers.py [--quick] [--llama-cpp BUILD] [--python-vllm PYTHON]
+        [--sections plain,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work FOLDER]
 
     plain           --target (SmolLM2) on 10 held-out prompts, past the answers' ends: tokens/s; a
-                    target that is a GGUF file is read as it is too, by llama.cpp and by ours
-                    (eyas packed)
+                    GGUF file is read as it is too, by llama.cpp and by ours (eyas packed)
     prompts         --target, 8 prompts of 512 tokens, one request at a time: prompt tokens/s
     together        --target, 64 prompts of the plain section's kind, 32 at a time, prompts included
 
-How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of
-its own that loads once (and converts the weights once, into --work) and then decodes on command, so
-all engines of a section stay loaded while their samples alternate. A sample is one pass over the
-prompts; its figure is the tokens after the first of every answer over the seconds they took; what
-is printed is the median over samples, after one pass of warming up. A peer that is not given, or
-does not start, is named as skipped. The last line of stdout is one JSON.
+benchmarks/peers/README.md says how each peer is installed. Each engine has a process of its own,
+which loads and converts once (into --work); all engines of a section stay loaded while their
+samples alternate. A sample is one pass over the prompts: the tokens after the first of every answer
+over their seconds. The median over samples is printed, after one pass of warming up. A peer that is
+not given, or does not start, is named as skipped. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +54,6 @@ LONG_PROMPTS, LONG_PROMPT = 8, 512
 MANY_PROMPTS, AT_A_TIME = 64, 32
 SETTLE_SECONDS = 0.3
 PACKED = {"precision": "packed"}  # a GGUF file's own blocks
-OPENVINO = {"weights": "bf16", "inference_precision": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -81,9 +76,7 @@ def entries(section: str, files: bool) -> list[Entry]:
         Entry("llama.cpp", "llama_cpp"),
         *packed,
         *([Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True})] if files else []),
-        Entry("OpenVINO", "openvino", OPENVINO),
         Entry("vLLM", "vllm"),
-        Entry("transformers, own compiled loop", "transformers"),
     ]
 
 
@@ -181,10 +174,10 @@ class Run:
 
     def python(self, peer: str) -> str | None:
         """The Python that runs a peer's worker, or None for a peer that is not here."""
-        if peer == "llama_cpp":
-            return sys.executable if self.args.llama_cpp else None
-        found: str | None = getattr(self.args, f"python_{peer}", sys.executable)
-        return found
+        if peer == "vllm":
+            found: str | None = self.args.python_vllm
+            return found
+        return sys.executable if peer == "eyas" or self.args.llama_cpp else None
 
     @contextmanager
     def workers(self, section: str, models: dict[str, Any]) -> Iterator[dict[str, Worker]]:
@@ -293,10 +286,9 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--llama-cpp", help="its cmake build folder")
-    for peer in ("openvino", "vllm"):
-        parser.add_argument(f"--python-{peer}", help="its Python")
+    parser.add_argument("--python-vllm", help="its Python")
     parser.add_argument("--sections", type=words, default=list(SECTIONS))
-    parser.add_argument("--engines", type=words, help="those whose names start so: eyas,OpenVINO")
+    parser.add_argument("--engines", type=words, help="those whose names start so: eyas,llama.cpp")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, help="for weights, conversions and logs, kept")

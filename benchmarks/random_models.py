@@ -1,14 +1,10 @@
-"""GGUF files of real models' shapes with random weights, enough to measure speed, which does not
-depend on the values; and of bodies (recipes/body.py), which answer as SmolLM2 and so have its
-head's acceptance.
+"""GGUF files of real models' shapes with random weights, which are enough to measure speed; and of
+bodies (recipes/body.py), which answer as SmolLM2 and so have its head's acceptance.
 
-    write_target("llama-1b", "Q4_K_M", path)     5 GB in seconds: blocks are drawn as they lie
-    write_target("body-1b", "Q4_K_M", path)      SmolLM2's weights, each in the nearest code
-
-A file's matrices are in the types that llama.cpp's quantiser gives them under that name
-(llama-quant.cpp, `llama_tensor_get_type`): Q4_K_M is Q6_K for the output and for half of attn_v
-and ffn_down, Q4_K else, and Q5_0 and Q8_0 where a row is no multiple of 256. Scales are such that
-weights have a deviation of .02, and hidden states stay as large as a real model's.
+A file's matrices are in the types of llama.cpp's quantiser (llama-quant.cpp,
+`llama_tensor_get_type`): Q4_K_M is Q6_K for the output and for half of attn_v and ffn_down, Q4_K
+else, and Q5_0 and Q8_0 where a row is no multiple of 256. Weights have a deviation of .02, so that
+hidden states stay as large as a real model's.
 
 Letters: N rows, K columns, E experts.
 """
@@ -54,8 +50,8 @@ body = recipe()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's sizes. of: the published model. experts: of each layer, and how many of them a
-    token takes; 0 is a dense MLP. body_of: a GGUF target whose weights it has, padded; else random.
+    """of: the published model. experts: of each layer, and how many a token takes; 0 is a dense
+    MLP. body_of: a GGUF target whose weights it has, padded; else random.
     """
 
     of: str
@@ -132,8 +128,7 @@ def matrices(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"blk.{layer}.{name}", size
 
 
-def vectors(shape: Shape) -> Iterator[tuple[str, int]]:
-    """The norms."""
+def norms(shape: Shape) -> Iterator[tuple[str, int]]:
     of_layer = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
     if shape.architecture != "llama":
         of_layer |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
@@ -204,7 +199,7 @@ def write_target(shape: Shape, format: str, path: Path) -> None:
         writer.add_tensor_info(
             f"{part}.weight", row, np.dtype(np.uint8), int(np.prod(row)), raw_dtype=kinds[part]
         )
-    for part, length in vectors(shape):
+    for part, length in norms(shape):
         writer.add_tensor_info(f"{part}.weight", (length,), np.dtype(np.float32), 4 * length)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -216,7 +211,7 @@ def write_target(shape: Shape, format: str, path: Path) -> None:
         writer.write_tensor_data(
             padded.blocks(part, size, kind) if padded else random_blocks(rng, kind, size)
         )
-    for part, length in vectors(shape):
+    for part, length in norms(shape):
         ones = np.ones(length, dtype=np.float32)
         writer.write_tensor_data(padded.values(part, (length,)) if padded else ones)
     writer.close()
@@ -271,8 +266,8 @@ def vocabulary(count: int) -> dict[str, Any]:
 
 
 def bytes_per_token(shape: Shape, format: str) -> int:
-    """What a token's forward reads of a file: all matrices, but of embeddings that are not the
-    output's too one row, and of experts those that it takes.
+    """What a token's forward reads: all matrices but untied embeddings, and of experts those that
+    it takes.
     """
     all_experts, taken = shape.experts
     total = 0.0

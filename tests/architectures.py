@@ -114,7 +114,6 @@ class Architecture:
     refused: tuple[str, str] | None = None
 
     def config_of(self, **overrides: Any) -> PreTrainedConfig:
-        """transformers' config at tiny size: 8 layers, hidden size 64, a vocabulary of 320."""
         kind: type[PreTrainedConfig] = getattr(transformers, self.config)
         if self.text is None:
             return kind(**{**SHAPE, **self.settings, **overrides})

@@ -142,18 +142,15 @@ class QuantisedLinear:
         self._mins = [torch.from_numpy(mins) for _, _, mins in taken]
 
     def float(self, x: Tensor) -> Tensor:
-        """[M, K] -> float32 [M, N]."""
         rows = quantised_rows(x)
         sums = [self._sums(rows, part) for part in range(len(self._codes))]
         y = torch.cat(sums, dim=-1)
         return y if self.bias is None else y + self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, K] -> [M, N], in x's dtype."""
         return self.float(x).to(x.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[M, K], [M, N] -> residual + self(x)."""
         return (self.float(x) + residual).to(residual.dtype)
 
     def _sums(self, rows: tuple[Tensor, Tensor, Tensor, Tensor], part: int) -> Tensor:
@@ -191,7 +188,6 @@ def twin_layers(config: TargetConfig, arrays: Arrays, lm_head: Array, blocks: Bl
 
 
 def quantise(block: Block, tensors: dict[str, Tensor], blocks: Blocks, prefix: str) -> None:
-    """Replace a layer's products whose matrices are blocks."""
     for owner, attribute, names in products(block):
         names = [prefix + name for name in names]
         weights = [f"{name}.weight" for name in names]

@@ -35,7 +35,10 @@ if library.unavailable() is not None:
     raise SystemExit(3)
 
 from eyas.model.draws import DrawState  # noqa: E402
+from eyas.model.native import NativeTarget  # noqa: E402
+from eyas.model.packed import PackedLinear  # noqa: E402
 from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
+from eyas.model.threads import threads  # noqa: E402
 from tests import test_native as native_tests  # noqa: E402
 from tests import test_packed as packed_tests  # noqa: E402
 from tests.test_draws import SIZES, drawn  # noqa: E402
@@ -76,7 +79,6 @@ NOT_IDS = (-1, 320, -(2**63), 2**62, 2**31, -(2**31) - 1)
 
 
 def shapes() -> None:
-    """Odd shapes in both precisions: one row, some, many; plain and squeezed; trees."""
     for shape in ODD_SHAPES:
         for dtype in DTYPES:
             target, cache = target_of(shape, dtype, 2), new_cache(shape, dtype)
@@ -85,26 +87,32 @@ def shapes() -> None:
             run(target, cache, tree_rows(TOKENS[:6], [-1, 0, 0, 1, 2, 2], len(TOKENS), SHUFFLED))
     for dtype in DTYPES:
         native_tests.test_batch_of_requests_gives_the_bits_of_each_alone("llama", dtype)
-        native_tests.test_squeezed_weights_give_the_bits_of_plain_ones("GQA of 3, odd sizes", dtype)
+        shape, rare = "GQA of 3, odd sizes", 0.002
+        native_tests.test_squeezed_weights_give_the_bits_of_plain_ones(shape, rare, dtype)
         native_tests.test_verifying_in_one_call_is_forward_walk_and_move("llama", dtype)
-    native_tests.test_weights_of_unusual_size_are_kept_exactly(0.002)
     native_tests.test_all_64_bits_of_a_tree()
     native_tests.test_rows_whose_logits_are_asked_for()
 
 
 def blocks() -> None:
-    """Quantised weights of every format, alone and together, and targets of them."""
     for kind in packed_tests.KINDS:
-        packed_tests.test_a_row_of_a_product_depends_on_nothing_beside_it(kind)
+        packed = PackedLinear.of_blocks([packed_tests.matrix(kind, 70, 512)], [], 2)
+        for M in (1, 2, 11, 13):
+            packed_tests.product(packed, packed_tests.inputs(M, 512), 70, 2)
     packed_tests.test_parts_of_several_formats_are_one_product()
     for dtype in DTYPES:
         for shape in ("odd parts", "super-blocks", "gpt_oss", "lfm2"):
-            packed_tests.test_rows_of_a_target_depend_on_nothing_beside_them(shape, dtype)
-    packed_tests.test_captured_states_are_those_of_decoding()
+            config, tensors, matrices = packed_tests.quantised(packed_tests.folder_of(shape))
+            with threads(2):
+                target = NativeTarget(config, tensors, DTYPES[dtype], matrices)
+            cache = packed_tests.new_cache(config, dtype)
+            for rows in (chunk(TOKENS[:13], 0), chunk(TOKENS[13:14], 13), chunk(TOKENS[14:], 14)):
+                run(target, cache, rows)
+            run(target, cache, tree_rows(TOKENS[:6], [-1, 0, 0, 1, 2, 2], len(TOKENS), SHUFFLED))
+            target.hidden(chunk(TOKENS, 0), cache, TAPS)
 
 
 def drafts() -> None:
-    """Every variant of the layer, and trees up to the most columns."""
     for dtype in DRAFT_DTYPES:
         for flags in FLAGS:
             draft, cache = draft_of(flags, dtype, 2), draft_cache(dtype)
@@ -154,7 +162,6 @@ def refused(call: Callable[[], object]) -> None:
 
 
 def rounds() -> None:
-    """Random candidates and unconnected trees."""
     rng = np.random.default_rng(0)
     target, depths = target_of("llama", "bfloat16"), np.repeat([1, 2, 3], [3, 9, 9])
     parents = np.concatenate([[-1] * 3, np.repeat([0, 1, 2], 3), np.repeat([3, 5, 9], 3)])
@@ -169,7 +176,6 @@ def rounds() -> None:
 
 
 def draws() -> None:
-    """Draws with every parameter over odd sizes of the vocabulary, and rounds of drawn requests."""
     rng = np.random.default_rng(0)
     for V in SIZES:
         for options in DRAWS:

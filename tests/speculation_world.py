@@ -44,7 +44,6 @@ class Machine:
         return self.step + self.step_row * rows if rows else 0.0
 
     def table(self, errors: tuple[float, float, float]) -> CostTable:
-        """What a start-up would have measured, each curve wrong by its factor."""
         works = (self.target, self.target, self.draft, self.draft, self.draft)
         each = (errors[0], *errors, errors[-1])
         curves = [
@@ -113,7 +112,6 @@ class World:
         return Proposals(tokens, scores, parents_TC, depths)
 
     def _fresh(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Descending probabilities [*shape, k]: mostly sure, sometimes lost."""
         first = rng.beta(self.sure, 1.0, shape)
         second = (1 - first) * rng.uniform(0.3, 0.8, shape)
         third = np.minimum((1 - first - second) * rng.uniform(0.2, 0.7, shape), second)

@@ -113,9 +113,6 @@ def test_calibration_follows_a_draft_that_is_too_sure_the_more_the_deeper():
 
 
 def test_a_few_rounds_already_help_and_nothing_is_certain():
-    """A draft that is never followed is believed less after ten rounds of one request; one that is
-    always followed is never believed in full.
-    """
     rng, never, always = np.random.default_rng(2), Acceptance(1), Acceptance(1)
     for _ in range(10):
         observe(never, chain(rng, 1, 1), [[1000]])

@@ -115,13 +115,11 @@ def assert_transformers_states(folder: str, features: Features) -> None:
 
 
 def refused_as(name: str) -> AbstractContextManager[Any]:
-    """The block is to end as the table says."""
     refused = ARCHITECTURES[name].refused
     return pytest.raises(MismatchError, match=refused[1]) if refused else nullcontext()
 
 
 def serves_or_refuses(name: str, folder: str, head: Path, answers: Artifact) -> None:
-    """Our own engine gives the server's answers, with a head; or it is one error."""
     config = EngineConfig(max_batch=4, max_length=256, speculation=SPECULATION)
     if not ARCHITECTURES[name].own:
         with pytest.raises(MismatchError) as raised:

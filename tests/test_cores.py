@@ -31,7 +31,6 @@ def linux(tmp_path, monkeypatch):
 
 
 def group(text: str, **files: str) -> dict[str, str]:
-    """/proc/self/cgroup, and files below the groups' mount."""
     return {"proc/self/cgroup": text} | {
         f"sys/fs/cgroup/{name}": value for name, value in files.items()
     }

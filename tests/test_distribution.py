@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -55,9 +56,7 @@ ENGINES = {
     "fixed": {"speculation": "fixed(3,4,16)"},
     "auto": {"speculation": "auto(3,4,16)"},
 }
-THOROUGH = {
-    "auto": ["temperature", "all cuts", "frequency_penalty", "regex"],
-}
+THOROUGH = {"auto": ["temperature", "all cuts", "frequency_penalty", "regex"]}
 
 
 folder = tiny_engine.folder
@@ -175,20 +174,13 @@ def p_value(running: Engine, option: str, drafts: int = 10) -> float:
 
 
 def answers_of(running: Engine, params: SamplingParams, drafts: int) -> list[tuple[int, ...]]:
-    asked = []
-    for seed in range(NUM_REQUESTS):
-        asked.append(
-            Request(str(seed), PROMPT, SamplingParams(**{**fields(params), "seed": 1000 + seed}))
-        )
+    seeds = range(1000, 1000 + NUM_REQUESTS)
+    asked = [Request(str(seed), PROMPT, replace(params, seed=seed)) for seed in seeds]
     results = list(running.run(asked))
     running.check()
     accepted = sum(sum(result.accept_hist[1:]) for result in results)
     assert accepted >= drafts, "hardly a draft was accepted: a bias of it would not be seen"
     return [tuple(result.token_ids) for result in results]
-
-
-def fields(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in SamplingParams.__slots__}
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,6 @@ def failing(running: Engine, fault: Callable[[Any], Any], call: str, after: int 
 
 
 def run_all(running: Engine, asked: list[Request]) -> list[Result]:
-    """The first half at once, the others one by one as rounds go by, as requests come."""
     half, results = len(asked) // 2, []
     waiting = asked[half:]
     for request in asked[:half]:
@@ -138,7 +137,6 @@ def test_a_broken_invariant_is_no_fault_of_the_head(target, error):
 
 
 def overflowing(target: Target) -> Draft:
-    """Finite weights whose products are not."""
     config, tensors = random_head(target)
     tensors["fc.weight"] = tensors["fc.weight"] * 1e38
     return Draft(config, tensors, target)

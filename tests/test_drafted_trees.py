@@ -31,7 +31,6 @@ def engine(target):
 
 
 def decoded(engine, asked):
-    """Updates by request, in their order."""
     for request in asked:
         engine.add(request)
     updates = {request.id: [] for request in asked}
@@ -43,9 +42,6 @@ def decoded(engine, asked):
 
 @pytest.mark.parametrize("params", [{}, SAMPLED])
 def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
-    """Its accepted nodes are a path, they are the first of the tokens, and no node goes on with the
-    token behind them.
-    """
     asked = requests(6, max_tokens=24, **params)
     # Every other one asks, so that what is told to one does not depend on its neighbours.
     asked = [replace(request, returns_trees=n % 2 == 0) for n, request in enumerate(asked)]
@@ -173,7 +169,6 @@ def test_chunks_tell_rounds_where_that_is_asked_for(client, call):
 
 
 def test_text_s_tokens_are_told_apart_from_the_heads(world, tmp_path):
-    """What was answered before is drafted when it is asked for again."""
     engine = world.drafting(tmp_path / "head", "auto")
     engine.rounds.policy.costs = EVERYTHING
     with world.served(engine, has_head=True) as client:

@@ -26,7 +26,6 @@ FEW = settings(max_examples=250, deadline=None)
 
 
 def drawn(sampler: Sampler, rows: np.ndarray) -> list[int]:
-    """The tokens of one walk along rows of logits fp32 [R, V]; -1 ends it."""
     tokens = np.full(len(rows), -1, dtype=np.int64)
     state = sampler.draw_state()
     assert state is not None

@@ -66,7 +66,6 @@ def test_requests_come_and_go_without_disturbing_others(target):
 @pytest.mark.parametrize("speculation", ["fixed(6,3,12)", "auto"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_heads_that_take_turns_change_no_token(target, window, speculation):
-    """In the middle of rounds, of prefills, of preemptions and of prefixes that are shared."""
     sizes = {"ignore_eos": True, "max_tokens": 40}
     asked = [one for shared in (0, 40) for one in requests(8, shared=shared, **sizes)]
     asked = [replace(request, id=str(number)) for number, request in enumerate(asked)]
@@ -92,7 +91,6 @@ def test_heads_that_take_turns_change_no_token(target, window, speculation):
 
 
 def test_a_head_swapped_in_drafts_as_if_it_had_been_there_from_the_start(target):
-    """Its entries for what was decoded before are made of the features that are kept."""
     other_head = random_head(target, seed=1)
 
     def proposed(swaps_at: int) -> list[list[list[int]]]:
@@ -140,9 +138,6 @@ def test_a_head_that_needs_other_caches_needs_a_restart(folder, tmp_path):
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target, window):
-    """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the
-    first behind the prefix.
-    """
     asked = requests(5, shared=50, ignore_eos=True, max_tokens=30)
     found = {}
     for reuse in (False, True):
@@ -155,9 +150,6 @@ def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target, window)
 
 
 def test_the_hit_rate_is_the_same_with_and_without_speculation(target):
-    """Dialogues: every next turn begins with all that was said, so the answers' pages count as
-    well.
-    """
     rates = {}
     for config in ({"head": False}, {"speculation": "fixed"}, {"speculation": "auto"}):
         running = engine(target, max_batch=2, num_pages=80, **config)
@@ -233,7 +225,6 @@ def test_the_tree_of_eagles_repository_is_refused_with_the_nearest():
 
 
 def test_sizes_of_speculation_are_said_in_one_place():
-    """`fixed(4,1,5)` used to win silently over num_draft_steps=6."""
     assert str(EngineConfig(speculation="fixed(4,1,5)").parsed()) == "fixed(4,1,5)"
     assert str(EngineConfig(speculation="auto").parsed()) == "auto(6,3,12)"
     for name in ("num_draft_steps", "tree_topk", "num_verify_tokens"):
@@ -250,7 +241,6 @@ def test_a_head_for_another_target_is_refused(target):
 
 
 def test_text_that_the_head_hardly_helps_is_logged_with_its_share(target, caplog, monkeypatch):
-    """After one, two, four such stretches of rounds; the head is not blamed for it."""
     monkeypatch.setattr("eyas.engine.engine.TAU_WINDOW", 4)
     drafting = engine(target, speculation="fixed(1,1,2)")
     with caplog.at_level(logging.INFO, "eyas.engine"):
@@ -286,7 +276,6 @@ def test_text_that_the_head_hardly_helps_is_logged_with_its_share(target, caplog
 def test_caches_beyond_the_memory_are_refused_with_what_fits(
     target, monkeypatch, free, sizes, fits
 ):
-    """Each of the sizes that it names is taken; the cache's own bytes are what it says."""
     monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: free)
     with pytest.raises(ConfigError) as refused:
         engine(target, **sizes)

@@ -67,7 +67,6 @@ def by_transformers(root: Path, name: str) -> Any:
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", OWN)
 def test_logits_and_taps_are_those_of_transformers(root, name, backend):
-    """Every logit; the best token; the residual stream behind each of the tapped layers."""
     target, model = loaded(root, name, backend), by_transformers(root, name)
     tokens_BT = torch.randint(
         3, target.config.vocab_size, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1)
@@ -117,17 +116,16 @@ def test_speculation_changes_nothing(root, name, backend):
     asked += prompts(target, [70, 33], temperature=1.0, logprobs=2)
     plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]
     draft = Draft(*random_head(target), target)
-    for speculation in ("fixed(3,3,8)", "auto(3,4,20)"):
+    for speculation, times in (("fixed(3,3,8)", 1), ("auto(3,4,20)", 2)):
         config = EngineConfig(num_pages=24, max_batch=4, speculation=speculation)
         engine = Engine(target, draft, config)
         engine.rounds.policy.costs = EVERYTHING
-        assert run(engine, asked) == plain
-        assert run(engine, asked) == plain
+        for _ in range(times):
+            assert run(engine, asked) == plain
         idle(engine)
 
 
 def prompts(target: Target, lengths: list[int], **params: float | None) -> list[Request]:
-    """Random prompts whose end repeats, so that what the text proposes is sometimes right."""
     generator = torch.Generator().manual_seed(2)
     made = []
     for number, length in enumerate(lengths):
@@ -138,7 +136,6 @@ def prompts(target: Target, lengths: list[int], **params: float | None) -> list[
 
 
 def run(engine: Engine, asked: list[Request]) -> list[tuple]:
-    """Of each request its tokens, its end and its log-probabilities."""
     results = {one.request_id: one for one in engine.run([replace(one) for one in asked])}
     return [
         (tuple(found.token_ids), found.finish_reason, tuple(found.logprobs or ()))

@@ -247,26 +247,6 @@ def test_weights_of_bfloat16_are_stored_in_12_bits_for_either_precision():
 
 
 @needs_native
-@pytest.mark.parametrize("rare", [0.0, 0.002, 0.2])
-def test_weights_of_unusual_size_are_kept_exactly(rare):
-    folder = folder_of("bf16 weights")
-    config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        if name.endswith("down_proj.weight") or name == "lm_head.weight":
-            size = torch.randint(-60, 3, tensor.shape, generator=generator).float().exp2()
-            is_rare = torch.rand(tensor.shape, generator=generator) < rare
-            tensors[name] = torch.where(is_rare, tensor * size, tensor).bfloat16()
-    # no bfloat16: stored in full
-    inexact = {name: tensor.float() * (1 + 2**-20) for name, tensor in tensors.items()}
-    ours, full = (new_target(config, arrays_of(weights)) for weights in (tensors, inexact))
-    ours, full = (
-        run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1] for target in (ours, full)
-    )
-    assert float((ours - full).norm() / full.norm()) < 1e-3
-
-
-@needs_native
 def test_positions_beyond_the_first_table(monkeypatch):
     folder = folder_of("llama")
     monkeypatch.setattr(native, "FIRST_POSITIONS", 2)
@@ -305,7 +285,6 @@ def test_chunks_give_the_bits_of_single_tokens(shape, dtype, sizes, page_table, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*HEADS, *PARTS, *ODD_PARTS])
 def test_a_path_in_any_tree_gives_the_bits_of_plain_decoding(shape, dtype, data):
-    """Random trees with the true continuation in them, wherever the prefix ends in a step."""
     prefix = data.draw(st.integers(1, 60), label="prefix")
     depth = data.draw(st.integers(1, 12), label="depth")
     tokens, parents, on_path = [LONG[prefix]], [-1], [0]
@@ -382,12 +361,17 @@ def test_of_equal_logits_the_smallest_id_is_best():
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rare", [0.0, 0.002, 0.2])  # share of weights of unusual size
 @pytest.mark.parametrize("shape", ["GQA of 3, odd sizes", "long products"])
-def test_squeezed_weights_give_the_bits_of_plain_ones(shape, dtype):
-    tensors = {name: tensor.bfloat16() for name, tensor in read_tensors(folder_of(shape)).items()}
-    config = TargetConfig.from_folder(folder_of(shape))
+def test_squeezed_weights_give_the_bits_of_plain_ones(shape, rare, dtype):
+    config, tensors = TargetConfig.from_folder(folder_of(shape)), read_tensors(folder_of(shape))
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        size = torch.randint(-60, 3, tensor.shape, generator=generator).float().exp2()
+        is_rare = torch.rand(tensor.shape, generator=generator) < rare * (tensor.dim() > 1)
+        tensors[name] = torch.where(is_rare, tensor * size, tensor).bfloat16()
     squeezed, plain = (new_target(config, arrays_of(tensors), dtype, way) for way in (True, False))
-    assert squeezed.num_bytes < 0.8 * plain.num_bytes
+    assert rare or squeezed.num_bytes < 0.8 * plain.num_bytes
     for size in (1, 2, 5, 8, 21):
         logits = [
             run(target, new_cache(shape, dtype), chunk(TOKENS[:size], 0))[1]
@@ -475,8 +459,6 @@ def head_of(flags: tuple[str, ...] = ()) -> tuple[HeadConfig, dict[str, Tensor]]
 
 
 class TensorDraft:
-    """A NativeDraft that takes and gives tensors."""
-
     def __init__(
         self,
         config: HeadConfig,
@@ -513,7 +495,6 @@ class TensorDraft:
 
 
 def draft_of(flags: tuple[str, ...], dtype: str, count: int = 1, **others: Tensor) -> TensorDraft:
-    """dtype: of DRAFT_DTYPES. count: of threads."""
     config, tensors = head_of(flags)
     target = read_tensors(folder_of("llama"))
     lent = target["model.embed_tokens.weight"], target["lm_head.weight"]
@@ -792,7 +773,6 @@ def test_proposing_where_no_page_is():
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize("growth", [(4, 3, 3), (5, 1, 1), (5, 3, 1)])
 def test_growing_from_features_is_extending_and_proposing(dtype, growth):
-    """Two requests, 3 and 1 entries behind, whose features lie in pages."""
     draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
     kept = FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DRAFT_DTYPES[dtype])
     caches = [draft_cache(dtype) for _ in range(2)]

@@ -45,12 +45,10 @@ def target(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory) -> Path:
-    """A target that no test changes."""
     return tiny_target(tmp_path_factory.mktemp("kept"))
 
 
 def assert_corrupt(folder: Path, match: str) -> None:
-    """In both ways in which a target is loaded."""
     for kind in (TargetVocabulary, Target):
         with pytest.raises(CorruptError, match=match):
             kind.load(folder)
@@ -254,23 +252,26 @@ def sharded(folder: Path, shard: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_an_index_leads_nowhere_outside_its_folder(target, absolute):
-    outside = target.parent / "outside.safetensors"
-    sharded(target, str(outside) if absolute else "../outside.safetensors")
-    assert_corrupt(target, r"outside\.safetensors', which is no file of this")
-
-
 def test_a_shard_may_be_a_link_as_in_the_hubs_cache(target):
     sharded(target, "model-1.safetensors")
     (target / "model-1.safetensors").symlink_to(target.parent / "outside.safetensors")
     assert Target.load(target).config.num_hidden_layers == 8
 
 
-@pytest.mark.parametrize("shard", ["", ".", "..", "a\0b", "sub/model.safetensors"])
-def test_names_of_shards_that_are_none(target, shard):
-    with pytest.raises(CorruptError, match="no file of this folder"):
-        Target.load(sharded(target, shard))
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "",
+        ".",
+        "..",
+        "a\0b",
+        "sub/model.safetensors",
+        "../outside.safetensors",
+        "{}/outside.safetensors",
+    ],
+)
+def test_an_index_names_files_of_its_folder_only(target, shard):
+    assert_corrupt(sharded(target, shard.format(target.parent)), "which is no file of this folder")
 
 
 def test_a_shard_that_is_a_folder(target):
@@ -369,7 +370,6 @@ def test_what_transformers_would_fill_or_drop_is_refused(tmp_path, kept, edit, s
 
 
 def test_tensors_that_no_layer_computes_with_are_no_fault(tmp_path, kept):
-    """Multi-token prediction lies behind the last layer; old checkpoints hold frequencies."""
     folder = shutil.copytree(kept, tmp_path / "target")
     more = (
         "model.layers.8.fc.weight",

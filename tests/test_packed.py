@@ -132,17 +132,16 @@ def test_a_matrix_taken_apart_is_the_dequantised_one(kind):
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_products_are_the_twins_to_the_bit(kind):
+    """Of a row's numbers alone: what stands beside it changes nothing."""
     for N, K in ((16, 256), (70, 512), (5, 256)):
-        one = matrix(kind, N, K)
-        bias = torch.randn(N)
-        for biases in ([], [bias]):
-            twin, arrays = QuantisedLinear([one], *biases), [*map(array_of, biases)]
-            packed = {count: PackedLinear.of_blocks([one], arrays, count) for count in (1, 2)}
+        one, bias, x = matrix(kind, N, K), torch.randn(N), inputs(ROWS[-1], K)
+        plain = QuantisedLinear([one]).float(x)
+        for expected, biases in ((plain, []), (plain + bias, [array_of(bias)])):
+            packed = {count: PackedLinear.of_blocks([one], biases, count) for count in (1, 2)}
             for M in ROWS:
-                x = inputs(M, K)
-                expected = twin.float(x)
-                for count, linear in packed.items():
-                    assert torch.equal(product(linear, x, N, count), expected)
+                for rows in (slice(M), slice(ROWS[-1] - M, None)):
+                    for count, linear in packed.items():
+                        assert torch.equal(product(linear, x[rows], N, count), expected[rows])
 
 
 @needs_native
@@ -175,15 +174,6 @@ def test_parts_of_several_formats_are_one_product():
     for count in (1, 2, 3):
         packed = PackedLinear.of_blocks(parts, [], count)
         assert torch.equal(product(packed, x, N, count), expected)
-
-
-@needs_native
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_row_of_a_product_depends_on_nothing_beside_it(kind):
-    packed, x = PackedLinear.of_blocks([matrix(kind, 70, 512)], [], 2), inputs(40, 512)
-    alone = torch.cat([product(packed, row[None], 70) for row in x])
-    for first, M in ((0, 2), (3, 11), (0, 12), (5, 13), (0, 40)):
-        assert torch.equal(product(packed, x[first : first + M], 70, 2), alone[first : first + M])
 
 
 def test_formats_that_do_not_fit_together_are_no_product():
@@ -267,7 +257,6 @@ def test_a_target_is_its_twin(shape, kinds):
 
 @needs_native
 def test_matrices_in_other_formats_are_multiplied_dequantised():
-    """A product of which one part is no block matrix, embeddings and lm_head."""
     config, tensors, blocks = quantised(folder_of("llama"))
     others = ("v_proj", "gate_proj", "embed_tokens", "lm_head")
     kept = {name: one for name, one in blocks.items() if not any(other in name for other in others)}

@@ -48,7 +48,6 @@ def test_what_is_no_mode_is_refused(text):
 def one_round(
     policy: Policy, world: World, picked: list[int], round_: RoundPlan
 ) -> tuple[np.ndarray, list[list[int]]]:
-    """Draft the picked trees of a world, choose, and observe 1 ms."""
     proposals = propose([world] * len(picked), np.array(picked), round_.thresholds, round_.width)
     kept = policy.choose(round_, proposals)
     emitted = [world.emit(tree, row, round_.width) for tree, row in zip(picked, kept, strict=True)]
@@ -106,7 +105,6 @@ def test_without_requests_that_may_speculate_a_round_is_plain():
 
 
 def test_a_request_far_behind_is_not_caught_up():
-    """Catching up 10^6 tokens pays for nobody; its neighbours draft."""
     policy = Policy(Speculation("auto"), MACHINES[CPU].table((1, 1, 1)))
     round_ = policy.plan([1, 10**6, 2])
     assert round_.drafting.tolist() == [True, False, True]
@@ -149,7 +147,6 @@ def test_predictions_become_true():
     [(CPU, 1, 1500, 0), (CPU, 4, 1500, 3), (GPU, 64, 500, 4), (CPU, 1, 1500, 4)],
 )
 def test_a_noisy_machine_with_pauses_is_no_reason_to_stop(machine, B, num_rounds, seed):
-    """Rounds vary by a fifth, and one in a hundred is held up for twenty times as long."""
     world = World(MACHINES[machine], noise=0.2, pauses=0.01, seed=seed)
     _, policy = world.auto_rate(B, num_rounds)
     assert world.best_fixed_rate(B) > 1.1 * world.plain_rate(B)
@@ -186,9 +183,6 @@ FORWARD_DEARER, DRAFT_DEARER = (1.3, 0.75, 1.0), (0.77, 1.3, 0.8)
     [(*world, (FORWARD_DEARER, DRAFT_DEARER)[number % 2]) for number, world in enumerate(WORLDS)],
 )
 def test_auto_is_as_good_as_the_best_fixed_tree_in_hindsight(machine, kind, B, num_rounds, errors):
-    """Though the table is up to 30 % wrong, each curve another way, and the draft is surer of
-    itself than it should be.
-    """
     world = World(MACHINES[machine], **kind)
     rate, _ = world.auto_rate(B, num_rounds, errors)
     assert rate >= 0.97 * world.best_fixed_rate(B)
@@ -214,9 +208,6 @@ def test_a_head_that_did_not_pay_is_tried_again():
 
 
 def test_a_load_that_changes_is_followed():
-    """A request batch whose load moves between 1 and 64 keeps what it knows of each: no learning
-    anew.
-    """
     world = World(MACHINES[CPU])
     policy = Policy(Speculation("auto", K, TOPK, 12), world.machine.table((1, 1, 1)))
     at, drafted = 0, {1: [], 64: []}
@@ -244,7 +235,6 @@ def test_a_load_that_changes_is_followed():
 
 @pytest.mark.parametrize(("machine", "B"), [(CPU, 2), (CPU, 8), ("1 B model on a CPU", 4)])
 def test_in_a_mixture_each_request_decides_for_itself(machine, B):
-    """Half of the requests follow their drafts, half do not: those draft, as far as it pays."""
     good = World(MACHINES[machine], num_trees=512)
     bad = World(MACHINES[machine], num_trees=512, seed=7, **HOPELESS)
     tokens_B, total_ms, policy = played([good, bad], B, 800, (1.0, 1.0, 1.0))

@@ -21,8 +21,6 @@ LOGITS = (torch.randn(V, generator=torch.Generator().manual_seed(3)) * 1.5).nump
 
 
 class Allowing:
-    """A grammar that allows some tokens, and end tokens only."""
-
     failure = None
 
     def __init__(self, *allowed):
@@ -43,7 +41,6 @@ def sampler(matcher=None, index=0, prompt=(1, 1, 8), **options):
 
 
 def test_penalties_follow_the_answer():
-    """Against the definition, written with the whole answer at hand at each token."""
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.5}
     params = SamplingParams(temperature=0.9, seed=11, logit_bias={7: 3.0}, **penalties)
     drawer, prompt, output = Sampler(params, (1, 1, 8), 80, frozenset()), (1, 1, 8), []
@@ -117,15 +114,6 @@ def test_a_seed_gives_the_same_tokens_and_each_sample_its_own():
     assert sampler(seed=9, index=2).seed == derived_seed(9, 2)
 
 
-def test_taking_is_drawing_elsewhere():
-    drawn, taken = (sampler(temperature=1.2, top_k=9, seed=2, ignore_eos=True) for _ in range(2))
-    for at in range(10):
-        token = sample(LOGITS, taken.params, draw_key(taken.seed, taken.num_drawn))
-        assert drawn.draw(LOGITS) == token
-        taken.take_drawn([token])
-        assert taken.num_drawn == drawn.num_drawn == at + 1
-
-
 @pytest.mark.parametrize(
     ("options", "is_plain"),
     [
@@ -144,19 +132,6 @@ def test_taking_is_drawing_elsewhere():
 )
 def test_the_argmax_is_taken_where_nothing_adjusts_the_logits(options, is_plain):
     assert sampler(**options).is_plain_greedy == is_plain
-
-
-def test_logprobs_are_of_the_raw_logits_whatever_is_adjusted():
-    drawer = sampler(
-        temperature=0.3, top_k=2, logit_bias={4: 9.0}, logprobs=3, seed=0, ignore_eos=True
-    )
-    tokens = [drawer.draw(LOGITS) for _ in range(4)]
-    expected_V = torch.from_numpy(LOGITS).double().log_softmax(-1)
-    assert [entry.token_id for entry in drawer.logprobs] == tokens
-    for entry in drawer.logprobs:
-        assert entry.logprob == pytest.approx(float(expected_V[entry.token_id]))
-        assert [token for token, _ in entry.top] == expected_V.topk(3).indices.tolist()
-    assert sampler().logprobs is None
 
 
 def test_logits_are_left_as_they_are():

@@ -166,7 +166,6 @@ def numbers_of(seed_B, index_B, ids_V):
 
 
 def test_numbers_are_exponential_and_independent():
-    """Over ids, over the tokens of an answer and over seeds."""
     many, one = range(20000), np.zeros(1, np.int64)
     for numbers in (
         numbers_of([7], [3], np.arange(20000)),

@@ -126,8 +126,6 @@ class FakeDevice:
 
 
 class World:
-    """A scheduler and its device."""
-
     def __init__(self, seed: int, num_pages: int, keeps: bool = True, **limits: float) -> None:
         sizes = {"max_batch": 3, "prefill_chunk": 8, "tree_columns": 4, **limits}
         self.limits, self.rng = BatchLimits(**sizes), random.Random(seed)
@@ -182,9 +180,6 @@ class World:
     st.sampled_from([4, 11]),
 )
 def test_whatever_comes_and_goes(seed, num_pages, keeps, max_batch, prefill_chunk, tree_columns):
-    """Prompts over two tokens, so that prefixes are shared. Everyone finishes or was cancelled; no
-    entry is anybody else's.
-    """
     limits = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "tree_columns": tree_columns}
     world = World(seed, num_pages, keeps, **limits)
     rng, asked, cancelled = world.rng, [], set()
@@ -264,7 +259,6 @@ def test_a_short_prompt_is_read_within_twice_its_rows(short, longs, budget):
 
 @given(st.integers(1, 300), st.data())
 def test_a_long_prompt_is_read_whatever_comes(long, data):
-    """Within twice its rows, and those of a last job."""
     left, read = [long], 0
     while left[0]:
         left += data.draw(st.lists(st.integers(1, 20), max_size=6))
@@ -328,7 +322,6 @@ def prompts_of(length: int, count: int = 4, **params: int) -> list[RunningSample
 
 
 def test_no_prompt_makes_others_pause_for_longer_than_allowed():
-    """Also when the machine gets slower, after few chunks; and more is used where more is."""
     clock = Clock(pause_ms=60)
     pauses = clock.pauses_of(prompts_of(150))
     assert max(pauses) <= 60
@@ -340,7 +333,6 @@ def test_no_prompt_makes_others_pause_for_longer_than_allowed():
 
 
 def test_a_short_prompt_waits_for_no_long_one():
-    """What short prompts wait, and what the long ones beside them take."""
     clock = Clock(pause_ms=1e6)
     clock.world.scheduler.cancel("decodes")
     longs, shorts = prompts_of(600, count=2), prompts_of(20, count=3)
@@ -376,7 +368,6 @@ def test_scored_prompts_make_no_others_pause_for_longer_either():
 
 
 def test_a_scored_prompt_is_read_in_no_smaller_steps_beside_others():
-    """Short ones that end with every job; and one that waits for its pages and is not scored."""
     for follows, expected in ((False, [8, 8, 8]), (True, [16, 16, 8])):
         world = World(0, 400, prefill_chunk=64, max_batch=8, scored_chunk=16)
         (scored,) = prompts_of(300, count=1, prompt_logprobs=0)
@@ -413,9 +404,6 @@ def test_a_prompt_that_waits_alone_is_read_in_whole_chunks():
 
 
 def test_when_pages_run_out_the_youngest_waits_again_first_in_line():
-    """7 pages: two samples of 4 columns and a tree are admitted; when the older grows, the younger
-    gives its pages up.
-    """
     world = World(0, 7, keeps=False)
     world.device.most_emitted = 1
     older, younger, third = (

@@ -165,7 +165,6 @@ def test_the_loads_that_are_shown_and_an_evaluation_of_other_sizes():
 
 
 def test_a_benchmark_makes_a_table_and_judges_what_it_foretells():
-    """14 ms a token at one request where 7 are foretold: slower than plain decoding, not faster."""
     server = {"kind": "vllm", "version": "0.32", "model": "8B"}
     names = ["plain", "fixed(4,1,5) simulated", "fixed(4,1,5)"]
     results = [

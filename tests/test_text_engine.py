@@ -1,8 +1,12 @@
 """Text's drafts in the engine: no token changes, whatever drafts, and what a request may ask."""
 
+from dataclasses import replace
+
+import pytest
+
 from eyas.engine.drafters import DraftError
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request, SamplingParams
+from eyas.engine.request import Request
 from eyas.model.target import Target
 from tests import tiny_engine
 from tests.tiny_engine import EVERYTHING, decoded, plainly, requests
@@ -13,40 +17,40 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 
 def engine(target: Target, head: bool = True, **config: object) -> Engine:
     made = tiny_engine.engine(target, head, **{"speculation": "auto", **config})
-    policy = made.rounds.policy
-    policy.costs = EVERYTHING
+    made.rounds.policy.costs = EVERYTHING
     return made
 
 
 def repeating(count: int, **params: object) -> list[Request]:
     """Prompts that repeat themselves, so that text always has something to say."""
     return [
-        Request(one.id, tuple((one.prompt_ids * 30)[: 12 + 5 * index]), one.params, one.speculation)
+        replace(one, prompt_ids=(one.prompt_ids * 30)[: 12 + 5 * index])
         for index, one in enumerate(requests(count, **params))
     ]
 
 
-def test_requests_may_do_without_text(target):
-    asked = [Request(one.id, one.prompt_ids, one.params, text_drafts=False) for one in repeating(4)]
-    drafting = engine(target)
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({"text_drafts": False}, {}),
+        ({}, {"text_drafts": False}),
+        ({"speculation": False}, {"head": False}),
+        ({}, {"speculation": "fixed(2,2,4)"}),
+    ],
+    ids=str,
+)
+def test_no_text_is_drafted_where_it_is_off(target, options, config):
+    asked = [replace(one, **options) for one in repeating(4)]
+    drafting = engine(target, **config)
     assert decoded(list(drafting.run(asked))) == plainly(target, repeating(4))
     assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
-    off = engine(target, text_drafts=False)
-    assert decoded(list(off.run(repeating(4)))) == plainly(target, repeating(4))
-    assert off.metrics()["accepted_text"] == 0
 
 
 def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
-    """The rounds of a request tell whether an answer like its own has been given: only to its own
-    salt, and of no request that wants no text.
-    """
-
     def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
         """Tokens of each round."""
         one = requests(1, max_tokens=40, ignore_eos=True)[0]
-        drafting.add(
-            Request("0", one.prompt_ids, one.params, cache_salt=salt, text_drafts=text_drafts)
-        )
+        drafting.add(replace(one, cache_salt=salt, text_drafts=text_drafts))
         rounds = []
         while drafting.has_work:
             rounds += [update.token_ids for update in drafting.step()]
@@ -73,20 +77,6 @@ def test_tau_is_of_rounds_that_the_head_drafted_in(target):
     assert all(sum(result.accept_hist) == 0 for result in results)
 
 
-def test_who_asks_for_no_speculation_gets_none(target):
-    drafting = engine(target, head=False)
-    assert decoded(list(drafting.run(repeating(3, speculation=False)))) == plainly(
-        target, repeating(3)
-    )
-    assert drafting.metrics()["accepted_text"] == 0
-
-
-def test_a_tree_of_fixed_size_is_the_heads(target):
-    drafting = engine(target, speculation="fixed(2,2,4)")
-    list(drafting.run(repeating(2)))
-    assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
-
-
 def test_text_goes_on_where_the_head_fails(target, monkeypatch):
     drafting = engine(target)
 
@@ -98,28 +88,6 @@ def test_text_goes_on_where_the_head_fails(target, monkeypatch):
     assert decoded(list(drafting.run(asked))) == plainly(target, asked)
     assert drafting.draft_failure == "broken"
     assert drafting.metrics()["accepted_text"] > 0
-
-
-def test_drafted_trees_are_returned_with_texts_nodes(target):
-    drafting, seen = engine(target), set()
-    for one in repeating(3, max_tokens=30):
-        drafting.add(
-            Request(one.id, one.prompt_ids, SamplingParams(max_tokens=30), returns_trees=True)
-        )
-    while drafting.has_work:
-        for update in drafting.step():
-            if update.tree is not None:
-                tree = update.tree
-                assert all(parent < node for node, parent in enumerate(tree.parents))
-                assert (
-                    update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
-                )
-                assert all(
-                    p is None if source == "text" else 0 <= p <= 1
-                    for p, source in zip(tree.probabilities, tree.sources, strict=True)
-                )
-                seen |= set(tree.sources)
-    assert seen >= {"text", "head"}
 
 
 def test_a_cost_table_without_a_head_is_measured(target, tmp_path):

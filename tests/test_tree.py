@@ -127,29 +127,6 @@ def test_no_other_connected_tree_is_worth_more(seed, B, rate):
     assert worth(choice.expected_tokens, choice.predicted_ms) == pytest.approx(best)
 
 
-def test_zero_nodes_when_they_cost_more_than_they_bring():
-    probs = np.array([[0.9, 0.8, 0.7]])
-    assert choose(probs, np.array([1.0, 2.5, 4.0, 5.5]), 1, 0.0, MAX_NODES, 1.0).num_nodes == 0
-    assert choose(probs, np.ones(4), 1, 0.0, MAX_NODES, 1.0).num_nodes == 3
-
-
-def test_one_budget_goes_where_the_probability_is():
-    probs = np.array([[0.9, 0.8, 0.7, 0.6], [0.2, 0.1, 0.1, 0.1]])
-    choice = choose(probs, 1.0 + 0.2 * np.arange(9), 2, 0.0, MAX_NODES, 2.0)
-    assert choice.kept.tolist() == [[True, True, True, True], [False] * 4]
-
-
-def test_a_known_rate_stops_where_a_node_earns_less_than_the_average_round():
-    probs = np.array([[0.4, 0.3, 0.1]])
-    ms = 1.0 + 0.25 * np.arange(4)
-    assert choose(probs, ms, 1, 0.0, MAX_NODES, 1.0).num_nodes == 2  # 0.3 tokens for 0.25 ms
-    assert choose(probs, ms, 1, 0.0, MAX_NODES, 2.0).num_nodes == 0
-
-
-def test_the_length_of_the_costs_limits_the_nodes():
-    assert choose(np.full((4, 8), 0.5), np.ones(6), 4, 0.0, MAX_NODES, 1.0).num_nodes == 5
-
-
 def test_nothing_to_choose_from():
     assert choose(np.zeros((2, 0)), np.ones(1), 2, 0.0, MAX_NODES, 1.0).kept.shape == (2, 0)
 
@@ -163,7 +140,6 @@ def test_fixed_size_keeps_the_best_of_each_request():
 
 
 def test_a_level_grows_where_paths_are_worth_more_than_a_node():
-    """Four paths of .3 are not one of .9, where a node must be worth .25."""
     mediocre, good = np.log(np.full((4, 1), 0.3)), np.log(np.array([[0.9], [0.1], [0.1], [0.1]]))
     for unworthy, expected in ((0.0, (True, True)), (0.25, (False, True)), (0.95, (False, False))):
         thresholds = [0.0, 0.5, unworthy]

@@ -69,7 +69,6 @@ def test_greedy_accepts_the_longest_agreeing_path():
 
 @given(st.data())
 def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data):
-    """Two levels of three: children never score above their parents, ties included."""
     log_prob = st.sampled_from([0.0, -0.5, -1.0, -2.5])
     first = data.draw(st.lists(log_prob, min_size=3, max_size=3))
     second = [first[place // 3] + data.draw(log_prob) for place in range(9)]

@@ -97,7 +97,6 @@ def engine(
 def requests(
     count: int, speculation: bool = True, shared: int = 0, **params: object
 ) -> list[Request]:
-    """Prompts of 1 to 29 tokens behind `shared` tokens that all have in common."""
     generator = torch.Generator().manual_seed(1)
     prefix = torch.randint(0, VOCAB, (shared,), generator=generator).tolist()
     made = []

@@ -14,10 +14,6 @@ from eyas.model.threads import set_num_threads
 
 
 class Eyas:
-    """One engine; a round is an update that says how many drafts it accepted, or a plain round's
-    single token.
-    """
-
     def __init__(self, settings: dict[str, Any]) -> None:
         set_num_threads(settings["threads"])
         self.speculates = settings.get("speculation", "off") != "off"
@@ -58,9 +54,7 @@ class Eyas:
             f"{self.asked}",
             SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
         )
-        self.engine.add(
-            Request(number, tuple(prompt), params, speculation=self.speculates, cache_salt=number)
-        )
+        self.engine.add(Request(number, tuple(prompt), params, self.speculates, cache_salt=number))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""llama.cpp as a worker of the peers benchmark: a llama-server of its own, asked over HTTP. Knows
-its options and its timings.
+"""llama.cpp as a worker of the peers benchmark: a llama-server of its own, asked over HTTP.
 
-Times are the server's: from the end of the prompt's processing to the last token, without HTTP.
-Greedy by top_k 1 alone, so that no other sampler runs.
+Times are the server's, from the end of the prompt to the last token. Greedy by top_k 1 alone, so
+that no other sampler runs.
 """
 
 from __future__ import annotations
@@ -84,10 +83,8 @@ class LlamaCpp:
         """
         with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
-        before, self.rounds = (
-            self.rounds,
-            next(int(float(line.split()[1])) for line in lines if line.startswith(ROUNDS)),
-        )
+        before = self.rounds
+        self.rounds = int(next(float(line.split()[1]) for line in lines if line.startswith(ROUNDS)))
         return self.rounds - before
 
 

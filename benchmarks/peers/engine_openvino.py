@@ -1,11 +1,9 @@
-"""OpenVINO GenAI as a worker of the peers benchmark. Knows its precisions, and its two ways of
-speculating.
+"""OpenVINO GenAI as a worker of engines.py.
 
-The weights are stored as the precision says (bf16 as it came, fp16 or fp32); `inference_precision`
-is what the CPU plugin computes in. A chain sets num_assistant_tokens alone, a tree also
-branching_factor and tree_depth. A tree needs `kv_cache`, the precision of keys and values: where
-none is named, GenAI moves those of an accepted branch as if they had another than they have, and
-the answers are wrong.
+weights: stored as they came (bf16), as fp16 or fp32; inference_precision: what the CPU plugin
+computes in. A chain sets num_assistant_tokens alone, a tree also branching_factor and tree_depth.
+A tree needs `kv_cache`: where no precision is named, GenAI moves the keys and values of an accepted
+branch as if they had another, and the answers are wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class OpenVino:
                 "CPU",
                 **device,
             )
-        if self.speculates or settings.get("paged"):
+        if self.speculates:
             scheduler = genai.SchedulerConfig()
             scheduler.cache_size = 1
             scheduler.enable_prefix_caching = False
@@ -83,15 +81,8 @@ def exported(settings: dict[str, Any], folder: str, *info: str) -> str:
     made = Path(settings["work"], f"{Path(folder).name}-openvino-{weights}")
     if not made.exists():
         half = made.with_name(made.name + ".half")
-        command = [
-            sys.executable,
-            str(HERE / "convert_openvino.py"),
-            folder,
-            str(half),
-            weights,
-            *info,
-        ]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half), weights]
+        subprocess.run([*command, *info], check=True, stdout=sys.stderr)
         half.rename(made)
     return str(made)
 

@@ -1,8 +1,7 @@
-"""The talk between the peers benchmark and the process that holds one engine. Knows JSON lines, no
-engine.
+"""The talk between the peers benchmark and the process that holds one engine, in JSON lines.
 
-A worker is a script run by its engine's own Python, so this file is standard library only. It reads
-one command a line from stdin and answers one line on stdout:
+A worker is run by its engine's own Python, so this file is standard library only. It reads one
+command a line from stdin and answers one line on stdout:
 
     {"do": "load", ...settings}
         -> {"ok": true}
@@ -11,8 +10,7 @@ one command a line from stdin and answers one line on stdout:
     {"do": "together", ...the same}: all at once, for throughput
         -> {"ok": true, "answers": [Decoded]}, every answer's tokens in one
 
-or {"error": text}. The engine stays loaded between commands, so that loading and conversion lie
-outside every timing. Whatever the engine's libraries print goes to stderr.
+or {"error": text}. The engine stays loaded between commands. What libraries print goes to stderr.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import json
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -121,25 +121,6 @@ class CostTable:
         return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in _WORKS))
 
 
-@dataclass(frozen=True, slots=True)
-class CostIdentity:
-    """All that the costs depend on. target: fingerprint; head: shape; tree_topk: proposals of a
-    step; native: the library's build.
-    """
-
-    target: str
-    head: str
-    tree_topk: int
-    dtype: str
-    processor: str
-    threads: int
-    native: str
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-
-
 def monotone(values: Sequence[float]) -> list[float]:
     """The nearest never falling sequence (least squares): pool adjacent violators."""
     pools: list[tuple[float, int]] = []  # mean, count
@@ -192,35 +173,35 @@ def measure(
 
 
 def kept_or_measured(
-    identity: CostIdentity,
+    identity: Mapping[str, str | int],
     measure_now: Callable[[], CostTable],
     is_stale: Callable[[CostTable], bool] = lambda table: False,
 ) -> CostTable:
     """The table kept for this identity, or one measured now, and kept. A file that cannot be read
     or `is_stale` is measured again.
     """
-    path = cache_folder("costs") / f"{identity.key}.json"
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_folder("costs") / f"{key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
         if not is_stale(kept):
             return kept
     table = measure_now()
-    keep(path, json.dumps({"identity": asdict(identity)} | table.to_json()))
+    keep(path, json.dumps({"identity": identity} | table.to_json()))
     return table
 
 
 def round_costs(work: RoundWork) -> CostTable:
     """The cost table of these models: kept from an earlier start, or measured in two seconds."""
-    target = work.target
-    identity = CostIdentity(
-        target=target.fingerprint,
-        head=work.draft.config.model_dump_json() if work.draft is not None else "none",
-        tree_topk=work.tree_topk,
-        dtype=target.precision,
-        processor=processor(),
-        threads=num_threads(),
-        native=build(),
-    )
+    identity: dict[str, str | int] = {
+        "target": work.target.fingerprint,
+        "head": work.draft.config.model_dump_json() if work.draft is not None else "none",
+        "tree_topk": work.tree_topk,
+        "dtype": work.target.precision,
+        "processor": processor(),
+        "threads": num_threads(),
+        "native": build(),
+    }
     return kept_or_measured(
         identity, work.measured, lambda kept: kept.target(1) > STALE * work.fastest_ms()
     )

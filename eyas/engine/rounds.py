@@ -144,10 +144,13 @@ class Rounds:
         emitted: dict[RunningSample, list[int]] = {}
         for r, (sample, column, _) in enumerate(judged):
             if column + 1 < len(sample.tokens):
-                _score(sample, column + 1, logits[r])
+                assert sample.prompt_logprobs is not None
+                assert len(sample.prompt_logprobs) == column, "a token of the prompt was left out"
+                token, num_top = sample.tokens[column + 1], sample.request.params.prompt_logprobs
+                sample.prompt_logprobs.append(token_logprob(logits[r], token, num_top or 0))
             else:
-                token = _draw(sample, logits, 0.0, r)
-                emitted[sample] = sample.take([] if token is None else [token], self._end_tokens)
+                first = _draw(sample, logits, 0.0, r)
+                emitted[sample] = sample.take([] if first is None else [first], self._end_tokens)
         for sample, chunk in zip(samples, chunks, strict=True):
             sample.read(chunk.stop)
         if self.head is not None and self.policy.expects_drafts:
@@ -281,13 +284,6 @@ def _judged_columns(sample: RunningSample, chunk: range) -> range:
     if sample.prompt_logprobs is None:
         return range(chunk.stop - draws, chunk.stop)
     return range(max(chunk.start, len(sample.prompt_logprobs)), stop)
-
-
-def _score(sample: RunningSample, column: int, logits_V: Logits) -> None:
-    assert sample.prompt_logprobs is not None
-    assert len(sample.prompt_logprobs) == column - 1, "a token of the prompt was left out"
-    num_top = sample.request.params.prompt_logprobs or 0
-    sample.prompt_logprobs.append(token_logprob(logits_V, sample.tokens[column], num_top))
 
 
 def update_of(

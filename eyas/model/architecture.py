@@ -8,13 +8,12 @@
         h = h + residual_scale * mlp_out_norm(x)
     logits = softcap(logit_scale * lm_head(norm(h)))
 
-Norms of outputs are absent where norms are "before", those of inputs where they are "after".
-h begins as embed_scale times the embedding. A mixture of experts computes the logits of its router,
-takes the num_experts_per_tok best of their softmax, divided by their sum where `renormalises`, and
-adds up the experts' outputs times these, in the experts' order; or as `routes_input` says.
-
-A short convolution (LFM2) reads the `B * x` of the last conv_kernel tokens of a row's path; they
-lie in the cache where attention layers keep keys and values, so trees need no state of their own.
+Norms of outputs are absent where norms are "before", those of inputs where they are "after". h
+begins as embed_scale times the embedding. A mixture takes the num_experts_per_tok best of the
+softmax of its router's logits, divided by their sum where `renormalises`, and adds up the experts'
+outputs times these, in the experts' order; or as `routes_input` says. A short convolution (LFM2)
+reads the `B * x` of the last conv_kernel tokens of a row's path, which lie in the cache where
+attention keeps keys and values.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class LayerKind(BaseModel):
     """What may differ from layer to layer.
 
     window: positions that attention sees, the row's own among them; chunk: those of its own run, of
-    which one begins at each multiple; None is all. rope: its number among the config's `rotations`;
-    None turns nothing. scales: query_scale is for it. unit_heads: queries and keys are normed
-    without weights, which behind the rotation (Llama 4) is as before it. has_experts: of its MLP.
+    which one begins at each multiple; None is all. rope: its number among `rotations`; None turns
+    nothing. scales: query_scale is for it. unit_heads: queries and keys are normed without weights
+    (Llama 4). has_experts: of its MLP.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -129,10 +128,9 @@ class TargetConfig(TargetShape):
     """A target that our own decoder runs.
 
     layers: one kind for each; () where all are plain. ropes: what kinds name, of rotary_dims
-    channels of a head (the first ones, all by default); () is `rope` alone, which is the head's
-    and plain where heads have no such scaling. qk_norm: by head, or over the width of all heads.
-    attention_scale: of scores, 1 / sqrt(head_dim) by default; attention_softcap: cuts them as
-    logit_softcap cuts logits. norm_offset is added to the norms' weights when they are read.
+    channels of a head (the first ones, all by default); () is `rope` alone. qk_norm: by head, or
+    over the width of all heads. attention_scale: of scores, 1 / sqrt(head_dim) by default;
+    attention_softcap: cuts them as logit_softcap cuts logits.
     """
 
     attention_bias: StrictBool  # on q, k, v
@@ -172,7 +170,7 @@ class TargetConfig(TargetShape):
 
     @property
     def head_width(self) -> int:
-        """What a token meets: the experts that it is sent to have together."""
+        """What a token meets: the experts that it is sent to together."""
         if self.experts is None:
             return self.intermediate_size
         at_work = self.experts.num_experts_per_tok * self.experts.intermediate_size
@@ -237,7 +235,7 @@ class TargetConfig(TargetShape):
 
 
 def dtype_of(config: Mapping[str, Any]) -> Any:
-    """The name of the type in which a checkpoint is stored; float32 where a config says none."""
+    """The type in which a checkpoint is stored; float32 where a config says none."""
     stated = given(config, "dtype", config.get("torch_dtype"))
     name = stated.removeprefix("torch.") if isinstance(stated, str) else stated
     return "float32" if name in (None, "", "auto") else name
@@ -256,7 +254,7 @@ def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
 
 
 class Unsupported(Exception):
-    """What of a config.json our decoder does not compute, as the rest of a sentence."""
+    """What our decoder does not compute, as the rest of a sentence."""
 
 
 # Where another family's config.json has these, nothing reads them.
@@ -271,8 +269,8 @@ LLAMA_4 = {
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the decoder of text, with what stands outside of
-    it for the whole model, and the family's defaults, which are not for what is null.
+    """The part of a config.json that describes the decoder of text, with what stands outside of it
+    for the whole model, and the family's defaults, which are not for what is null.
     """
     text = config.get("text_config")
     merged = dict(config)
@@ -327,7 +325,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise Unsupported(f"has {what} of {size}; eyas' engine runs {most} at most")
     rotations, dims = rotations_of(config, family, head_dim)
     if isinstance(length, int) and rotations[0].kind == "longrope":
-        # its second set of factors is for longer contexts: one request has one set
+        # its second set of factors, for longer contexts, is not used
         length = min(length, rotations[0].original_max_position_embeddings)
     scalar = config.get("query_pre_attn_scalar")
     bias, eps = given(config, "attention_bias", False), given(config, "norm_eps", 1e-6)

@@ -7,10 +7,9 @@
     vllm     config.json with          layers.0.*   eagle_aux_hidden_state_layer_ids at top level:
              speculators_model_type                 the residual stream ENTERING layer i, so tap + 1
 
-Either name of the layer is read in every form, with or without `model.` before it. Whatever the
-form, a head becomes a HeadConfig and its tensors under EAGLE's names. What our Head would not
-compute as its trainer meant it is refused by name and never dropped. `dialects` judges the config,
-`forms` writes.
+Either name of the layer is read in every form, with or without `model.` before it. A head becomes a
+HeadConfig and its tensors under EAGLE's names; what our Head would compute otherwise than meant is
+refused by name. `dialects` judges the config, `forms` writes.
 
 Letters: H hidden size, V target vocabulary, W draft vocabulary.
 """
@@ -77,11 +76,11 @@ def read_head(
     """A head of any form: its config, and its tensors by EAGLE's names in their stored dtype, d2t
     int64 and t2d bool.
 
-    `target` is needed only by heads that do not say which layers they tap: those tap the target's
-    default ones. The maps are always there. `embed_tokens.weight` [V, H] is there if the checkpoint
-    holds embeddings and does not say that they are the target's; `lm_head.weight` is not if the
-    checkpoint, of a full vocabulary, has none: it is the target's. Raises MissingInputError,
-    CorruptError, and MismatchError for whatever our Head would compute otherwise than meant.
+    target: needed only by heads that do not say which layers they tap: they tap its default ones.
+    The maps are always there. `embed_tokens.weight` [V, H] is there if the checkpoint holds
+    embeddings of its own; `lm_head.weight` is not if the checkpoint, of a full vocabulary, has
+    none: it is the target's. Raises MissingInputError, CorruptError, and MismatchError for whatever
+    our Head would compute otherwise than meant.
     """
     checkpoint = open_checkpoint(folder)
     read = judged_head(folder, checkpoint, target)
@@ -93,7 +92,7 @@ def read_head(
 def judged_head(
     folder: str | Path, checkpoint: Checkpoint, target: TargetShape | None = None
 ) -> tuple[HeadConfig, dict[str, Array]]:
-    """What `read_head` makes of a checkpoint that is open."""
+    """What `read_head` makes of an open checkpoint."""
     refuse(folder, setting_faults(checkpoint))
     config = head_config(checkpoint, target)
     tensors = own_tensors(checkpoint, config)
@@ -245,8 +244,8 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
 
 
 def own_tensors(checkpoint: Checkpoint, config: HeadConfig) -> dict[str, Array]:
-    """The head's own tensors: without embeddings that the file says are the target's, and with the
-    maps that it may leave out: both when W == V (identity), t2d when there is d2t.
+    """The head's own tensors: without embeddings that are the target's, and with maps that the file
+    leaves out: both when W == V (identity), t2d when there is d2t.
     """
     V, W = config.vocab_size, config.draft_vocab_size
     tensors = dict(checkpoint.tensors)

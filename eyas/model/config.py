@@ -1,8 +1,7 @@
 """Shapes of targets and heads by config.json, and whether a head fits its target. Without torch.
 
-A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out.
-EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840); `checkpoint` says how
-other projects write them.
+A `tap` is an `after_layer` index: the residual stream behind decoder layer i (0-based). EAGLE-3
+taps layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 class RopeConfig(BaseModel):
     """Rotary embedding: base and, for long contexts, how its frequencies are scaled.
 
-    yarn: arXiv 2309.00071; the cosines and sines are multiplied by attention_factor. longrope
-    (arXiv 2402.13753): each frequency is divided by its entry of factors. Heads have neither.
+    yarn: arXiv 2309.00071; cosines and sines are multiplied by attention_factor. longrope (arXiv
+    2402.13753): each frequency is divided by its entry of factors. Heads have neither.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,9 +55,7 @@ class RopeConfig(BaseModel):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
-        """Read transformers 5's `rope_parameters` or the older `rope_theta` with `rope_scaling`, of
-        a head.
-        """
+        """Read a head's `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`."""
         rope = config.get("rope_parameters") or {}
         scaling = rope or config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
@@ -93,7 +90,7 @@ class RopeConfig(BaseModel):
             raise CorruptError(what, RESTORE_CONFIG) from error
 
     def to_hf(self) -> dict[str, Any]:
-        """`rope_theta` and `rope_scaling`, the spelling that every engine reads; of a head."""
+        """A head's `rope_theta` and `rope_scaling`, which every engine reads."""
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
@@ -162,7 +159,7 @@ class DecoderConfig(BaseModel):
 
 
 def whole_heads(config: DecoderConfig) -> None:
-    """Raise ValueError for heads that no attention of ours can be made of."""
+    """Raise ValueError for heads that our attention cannot have."""
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % key_heads:
         raise ValueError(f"{heads} attention heads cannot share {key_heads} key_value_heads")
@@ -173,9 +170,9 @@ def whole_heads(config: DecoderConfig) -> None:
 class TargetShape(DecoderConfig):
     """What a head needs to know of any target. rope: its head's, the target's own where possible.
 
-    The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. /
-    logit_softcap). family: model_type of the decoder; whole: of a model that it is a part of.
-    in_blocks: a GGUF file whose matrices the native decoder multiplies as they are.
+    The logits are lm_head's output times logit_scale, then logit_softcap * tanh(. / logit_softcap).
+    family: model_type of the decoder; whole: of a model that it is a part of. in_blocks: a GGUF
+    file whose matrices the native decoder multiplies as they are.
     """
 
     family: str
@@ -225,9 +222,8 @@ def head_dim_of(config: Mapping[str, Any]) -> Any:
 
 
 def end_token_ids(folder: str | Path, stated: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: generation_config.json's or, without them, the config's.
-
-    Raises CorruptError for what are no token ids. A negative id means that there is none.
+    """The tokens that end an answer: generation_config.json's or, without them, the config's. A
+    negative id means none. Raises CorruptError for what are no token ids.
     """
     if (Path(folder) / "generation_config.json").exists():
         stated = given(read_config(folder, "generation_config.json"), "eos_token_id", stated)
@@ -291,13 +287,11 @@ class HeadOptions(BaseModel):
 
 
 class HeadConfig(DecoderConfig):
-    """A draft head in our own, self-describing form (`eyas_head.json` beside the tensors).
+    """A draft head in our own form (`eyas_head.json` beside the tensors).
 
-    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the
-    target. The flags are variants of the layer that published heads are trained with.
-
-    sliding_window: how many positions attention sees, the query's own among them: p - window + 1 ..
-    p, as vLLM and transformers count under this name; None is all.
+    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices. The
+    flags are variants of the layer that published heads are trained with. sliding_window: positions
+    that attention sees, p - window + 1 .. p, as in vLLM and transformers; None is all.
     """
 
     draft_vocab_size: Size
@@ -363,8 +357,7 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     return config
 
 
-# Whether a head is its target's. One that is not drafts badly without an error, so what two configs
-# can show is refused before anything runs.
+# Whether a head is its target's: another one drafts badly without an error.
 
 # What a config without rope_theta means to EAGLE's trainer and to every engine.
 EAGLE_ROPE = RopeConfig()
@@ -417,10 +410,8 @@ def shape_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
-    """A head with another rotary embedding than its target, unless it says `own_rope`.
-
-    A plain base of 10000 is let through: heads without rope_theta were trained with it, EAGLE's own
-    among them.
+    """A head with another rotary embedding than its target, unless it says `own_rope`. A plain base
+    of 10000 passes: heads without rope_theta, EAGLE's own too, were trained with it.
     """
     if (
         config.own_rope

@@ -1,9 +1,9 @@
-"""Heads as each project writes and reads them: one table. Names of tensors and keys of other
-projects stand here, in `forms` (the writer) and in `checkpoint` (the reader) only.
+"""Heads as each project writes and reads them: one table. Other projects' names of tensors and keys
+stand here, in `forms` (the writer) and in `checkpoint` (the reader) only.
 
 A config that asks for another computation than our Head's is a fault, by name; one with several
-possible meanings is an `Ambiguity`, which `eyas check` settles by replaying each meaning. Which
-engine reads what of a sound head says `export/engines.py`.
+possible meanings is an `Ambiguity`, which `eyas check` settles by replaying each. export/engines.py
+says which engine reads what of a sound head.
 """
 
 from __future__ import annotations
@@ -83,10 +83,9 @@ class Project:
     """How a project's heads are known, and what they leave open.
 
     architecture: the class in config.json; layer: what the layer is called there, None: by any
-    name. any_model: its config is the target's with changes, so model_type is the target's too.
-    residual: where readers differ on an absent norm_before_residual, why, and whose it is on and
-    off. fed_back: whether norm_output means EAGLE-3.1's fed-back norm; None: it may also mean the
-    norm before lm_head.
+    name. any_model: model_type is the target's. residual: where readers differ on an absent
+    norm_before_residual, why, and whose it is on and off. fed_back: whether norm_output means
+    EAGLE-3.1's fed-back norm; None: it may also mean the norm before lm_head.
     """
 
     title: str
@@ -138,8 +137,8 @@ class Ambiguity(MismatchError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A head as it lies on disk, unjudged: settings as in its JSON, tensors under EAGLE's names,
-    embeddings apart.
+    """A head on disk, unjudged: settings as in its JSON, tensors under EAGLE's names, embeddings
+    apart.
     """
 
     form: Form
@@ -161,18 +160,17 @@ class Checkpoint:
 
     @property
     def all_tensors(self) -> dict[str, Array]:
-        """Every tensor of the file that is a head's, the embeddings last."""
+        """The head's tensors in the file, the embeddings last."""
         embed_tokens = {} if self.embed_tokens is None else {EMBED_TOKENS: self.embed_tokens}
         return self.tensors | embed_tokens
 
     @property
     def architecture(self) -> str:
-        """The class that a flat config names."""
         return str(next(iter(self.settings.get("architectures") or []), SGLANG_ARCHITECTURE))
 
     @property
     def project(self) -> Project | None:
-        """Whose it is; None for nobody's that is known."""
+        """Whose it is; None if unknown."""
         if self.form == "vllm":
             return SPECULATORS
         for one in PROJECTS:
@@ -192,7 +190,7 @@ class Checkpoint:
 
 
 def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
-    """What in the settings asks for another computation than our Head's, or is ambiguous."""
+    """Settings that ask for another computation than our Head's, or are ambiguous."""
     if checkpoint.form == "eyas":
         unknown = sorted(checkpoint.settings.keys() - HeadConfig.model_fields.keys() - {"format"})
         hint = "a newer eyas wrote it: use that"
@@ -201,7 +199,7 @@ def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
 
 
 def _flag_faults(checkpoint: Checkpoint) -> Iterator[MismatchError]:
-    """Norm flags that contradict each other, or that cannot be known from what is there."""
+    """Norm flags that contradict each other, or cannot be known."""
     for flag in FLAGS:
         values = checkpoint.stated(flag)
         if len(values) > 1 or not values <= {True, False}:
@@ -256,7 +254,7 @@ def _layer_faults(checkpoint: Checkpoint) -> Iterator[MismatchError]:
 
 def uses_window(settings: Mapping[str, Any]) -> bool | None:
     """Whether the layer attends to `sliding_window` positions only: by layer_types, which vLLM and
-    transformers read, or by the flag that it replaced; None when neither is there.
+    transformers read, or by the flag that it replaced; None without either.
     """
     kinds = settings.get(LAYER_TYPES)
     if isinstance(kinds, list) and kinds:
@@ -266,7 +264,7 @@ def uses_window(settings: Mapping[str, Any]) -> bool | None:
 
 
 def ambiguities(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
-    """What in a config can be meant in several ways; `head_config` still takes one of them."""
+    """What in a config has several meanings; `head_config` still takes one of them."""
     if checkpoint.form == "eyas":
         return
     key, project = "norm_before_residual", checkpoint.project

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,3 @@ def _checked(failure: int | None) -> Callable[..., Any]:
 def address(array: np.ndarray | None) -> int | None:
     """Where a contiguous array's numbers lie, in half the time of `array.ctypes`."""
     return None if array is None else array.__array_interface__["data"][0]
-
-
-def addresses(arrays: Sequence[np.ndarray | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(arrays))(*map(address, arrays))

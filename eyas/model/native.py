@@ -2,9 +2,7 @@
 
 One call is one forward of the whole model, on threads of its own. Every row's bits depend on the
 row alone, not on the rows beside it, the pages or the number of threads: speculation changes no bit
-of an answer, in float32 and in bfloat16.
-
-Its twin in PyTorch operators is tests/oracle/target.py; `native_draft.py` has the draft.
+of an answer. tests/oracle/target.py is the plain version.
 
 Letters: M rows, R rows with logits, B requests, H hidden, V target vocabulary, D head dimension, P
 pages.
@@ -28,7 +26,7 @@ from eyas.model.architecture import QueryScale, TargetConfig
 from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays
 from eyas.model.config import DecoderConfig, RopeConfig, Taps
 from eyas.model.draws import Draws, draw_states, no_best_logit
-from eyas.model.library import address, addresses, library
+from eyas.model.library import address, library
 from eyas.model.packed import (
     Blocks,
     PackedLayer,
@@ -43,9 +41,8 @@ from eyas.model.rows import FeatureCache, NodesToVerify, PagedCache, Roots, Rows
 from eyas.model.structs import STRUCTS
 from eyas.model.threads import num_threads
 
-# kMaxHeadDim of attention.h, kMaxKernel of model.h: what a thread keeps of a row
 FIRST_POSITIONS = 4096  # the rotation's table grows with what is asked for
-MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
+MOST_POSITIONS = 1 << 24  # beyond lies no position of a request
 ROWS_AT_ONCE = 4096  # rows of one forward of `hidden`
 ROW_COLUMNS = ("token", "request", "position", "slot", "prefix_len", "seen")
 DecoderParts, Shape, Factors, Layer, Outer, Positions = (
@@ -65,8 +62,8 @@ BAD_POSITION, BAD_LOGITS = 2, 5
 
 @dataclass(frozen=True, slots=True)
 class DecoderRole:
-    """What a decoder of the library is, beside its layers: entries of Shape and of Factors that are
-    not a plain decoder's, its rotary embeddings and the scales of its queries.
+    """What a decoder is beside its layers: entries of Shape and Factors that are not a plain
+    decoder's, its rotary embeddings and the scales of its queries.
     """
 
     shape: Mapping[str, int]
@@ -107,9 +104,7 @@ def target_role(config: TargetConfig, dtype: np.dtype[Any]) -> DecoderRole:
 
 
 class NativeDecoder:
-    """What targets and drafts have in common: weights in the library, rotation, and the arguments
-    of a call.
-    """
+    """What targets and drafts share: weights in the library, rotation, the arguments of a call."""
 
     def __init__(
         self,
@@ -172,7 +167,7 @@ class NativeDecoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed weights, of all experts too."""
+        """Of packed weights, of all experts too."""
         packed = [linear for layer in self._layers for linear in layer.linears]
         packed += [part for part in self._outer.values() if isinstance(part, PackedLinear)]
         return sum(linear.num_bytes for linear in packed)
@@ -183,7 +178,7 @@ class NativeDecoder:
         scale = self._role.query_scale
         query_scales = None if scale is None else scale.of(np.arange(length))
         self._positions, self._num_positions = (tables, query_scales), length  # kept alive
-        listed = addresses(tables)
+        listed = (ctypes.c_void_p * len(tables))(*map(address, tables))
         to = Positions(
             tables=ctypes.addressof(listed),
             query_scales=address(query_scales),
@@ -196,8 +191,7 @@ class NativeDecoder:
         assert cache.data.dtype == self.dtype
         B, P = rows.page_table.shape
         columns = [getattr(rows, name) for name in ROW_COLUMNS]
-        # what the library cannot see: it is given addresses, and judges the numbers there
-        for column in columns:
+        for column in columns:  # the library sees addresses only
             assert column.dtype == np.int64
             assert column.shape == rows.token.shape
             assert column.flags.c_contiguous
@@ -215,7 +209,7 @@ class NativeDecoder:
         )
 
     def _lengthen(self, status: int, last_position: int) -> None:
-        """Make the table longer for a call that has failed for its positions. Raises IndexError,
+        """Make the table longer for a call that failed for its positions. Raises IndexError,
         EyasError for other failures.
         """
         if status == BAD_LOGITS:
@@ -227,7 +221,7 @@ class NativeDecoder:
 
 
 class NativeTarget(NativeDecoder):
-    """A target's forward. What it returns may lie in buffers that its next forward overwrites: copy
+    """A target's forward. Its results may lie in buffers that the next forward overwrites: copy
     what must live longer.
     """
 
@@ -240,8 +234,8 @@ class NativeTarget(NativeDecoder):
         dtype: np.dtype[Any],
         blocks: Blocks | None = None,
     ) -> None:
-        """tensors by our names (`arranged`), checked; dtype float32 or bfloat16. blocks: those of
-        them that are multiplied in a GGUF file's own format, their rows quantised.
+        """tensors by our names (`arranged`), checked; dtype float32 or bfloat16. blocks: those
+        multiplied in a GGUF file's own format, their rows quantised.
         """
         blocks, how = blocks or {}, Packing.of(tensors, dtype, blocks)
         num_experts = config.experts.num_experts if config.experts else 0
@@ -305,9 +299,7 @@ class NativeTarget(NativeDecoder):
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
         """Last hidden [M, H] after the final norm and aux_hidden [M, 3 * H], fresh; no logits: the
-        numbers that `forward` computes, bit for bit. Raises IndexError.
-
-        ROWS_AT_ONCE at a time: a row's bits are the same, and its buffers stay small.
+        numbers that `forward` computes, bit for bit. ROWS_AT_ONCE at a time. Raises IndexError.
         """
         M, H = len(rows.token), self.config.hidden_size
         taps_3 = _three(taps)
@@ -334,13 +326,13 @@ class NativeTarget(NativeDecoder):
         features: FeatureCache | None = None,
         draws: Draws | None = None,
     ) -> Verified:
-        """One pass over the trees, and each request's walk through its own: the tokens of the path
-        that it takes, then the bonus token.
+        """One pass over the trees, and each request's walk through its own: the tokens of its path,
+        then the bonus token.
 
         Their columns stand in order behind the request's, features too. draws: how each request
-        draws; None takes the best logits. Of one that draws by_caller there are no tokens but the
-        logits of its nodes, and its columns stay. Raises IndexError, and EyasError for logits that
-        are no numbers.
+        draws; None takes the best logits. One that draws by_caller gets no tokens but the logits of
+        its nodes, and its columns stay. Raises IndexError, and EyasError for logits that are no
+        numbers.
         """
         assert cache.data.dtype == self.dtype
         B, P = roots.page_table.shape
@@ -360,10 +352,8 @@ class NativeTarget(NativeDecoder):
         room, V = sum(num_nodes.values()), self.config.vocab_size
         if self._logits.size < room * V:
             self._logits = np.empty(room * V, FLOAT32)
-        lens, page_table = (
-            np.array(roots.lens, dtype=np.int64),
-            np.ascontiguousarray(roots.page_table, dtype=np.int32),
-        )
+        lens = np.array(roots.lens, dtype=np.int64)
+        page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         trees: tuple[np.ndarray, ...] = (
             np.array(roots.tokens, dtype=np.int64),
             np.ascontiguousarray(proposals.tokens, dtype=np.int64),
@@ -403,8 +393,8 @@ class NativeTarget(NativeDecoder):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Of each request the tokens of its walk, the bonus token last. logits [N, V]: of the nodes of
-    each request b whose caller walks; its tokens are empty.
+    """Each request's tokens, the bonus token last. logits [N, V]: of the nodes of each request b
+    whose caller walks; its tokens are empty.
     """
 
     tokens: list[list[int]]

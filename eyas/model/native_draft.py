@@ -1,6 +1,6 @@
 """A draft head through the C++ library: its entries, its proposals, and whole trees in one call.
 
-Its twins are tests/plain_eagle.py for a step, and tests/oracle/draft.py for the growth of trees.
+The plain versions are tests/plain_eagle.py for a step, and tests/oracle/draft.py for trees.
 
 Letters: M rows, R rows with proposals, B requests, H hidden of the head, Ht of the target, W draft
 vocabulary, K draft steps, k tree_topk, C candidates.
@@ -49,20 +49,18 @@ from eyas.model.structs import STRUCTS
 
 MAX_TOPK = 16
 LARGE_FROM = 1 << 24  # weights: fewer stay in the caches
-StatesCall, ProposalsCall, GrowthCall = (
-    STRUCTS[name] for name in ("StatesCall", "ProposalsCall", "Growth")
-)
+StatesCall, ProposalsCall = STRUCTS["StatesCall"], STRUCTS["ProposalsCall"]
+GrowthCall = STRUCTS["Growth"]
 
 
 class NativeDraft(NativeDecoder):
     """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and
-    fresh with every call. The caller gives columns, hidden states and page tables.
+    fresh with every call.
 
         column c of the cache    feature of x_0 .. x_{c-1}, embedding of x_c -> proposes x_{c+1}
 
     An entry lies in the column of its token, so that a page holds what follows from the tokens up
-    to its end, for the draft as for the target; it is rotated by c - 1, the position of its
-    feature. Column 0 is empty.
+    to its end; it is rotated by c - 1, the position of its feature. Column 0 is empty.
     """
 
     config: HeadConfig
@@ -76,8 +74,8 @@ class NativeDraft(NativeDecoder):
         dtype: np.dtype[Any],
         blocks: Blocks | None = None,
     ) -> None:
-        """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them,
-        go before the target's. blocks: weights that are multiplied so instead, by the same names.
+        """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head` go before the
+        target's. blocks: weights that are multiplied so instead, by the same names.
         """
         layer = "midlayer."
         tensors = {"lm_head.weight": lm_head_fallback, **tensors}
@@ -151,7 +149,7 @@ class NativeDraft(NativeDecoder):
 
         Target ids, int64 [R, k]; float32 [R, k]. draws: how each row's request draws, None for the
         argmax; the token is the one `place` behind the next. The target's draw is then guessed with
-        the random numbers that it will be drawn with, and the log-probs are those of the guesses.
+        its own random numbers; the log-probs are those of the guesses.
         """
         assert 0 < tree_topk <= min(MAX_TOPK, self._W)
         assert h.shape[1:] == (self.config.hidden_size,)
@@ -182,11 +180,11 @@ class NativeDraft(NativeDecoder):
         draws: Draws | None = None,
     ) -> Proposals:
         """Grow B trees by up to K - 1 levels behind the roots, of which `lens` and `page_table` are
-        read. Raises IndexError.
+        read (EAGLE-2, arXiv 2406.16858, section 4.1). Raises IndexError.
 
         h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
         depth 1. The tree's own entries go behind them and are overwritten later. thresholds [K]:
-        when to stop, see `engine.tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
+        when to stop, see `engine.tree.goes_on`.
         """
         B = len(roots.lens)
         assert h_BH.shape == (B, self.config.hidden_size)
@@ -279,8 +277,8 @@ class NativeDraft(NativeDecoder):
 
 
 def head_blocks(tensors: Arrays) -> dict[str, BlockMatrix]:
-    """The matrices of a head in few bits: half the bytes to read in every step, and a third of a
-    large head, whose tau is the same in five bits; what drafts lose, verification never sees.
+    """The matrices of a head in few bits: half the bytes to read in every step, a third for a large
+    head, whose tau is the same in five bits. Verification never sees what drafts lose.
     """
     matrices = quantisable(tensors)
     large = sum(tensor.size for tensor in matrices.values()) >= LARGE_FROM
@@ -298,8 +296,8 @@ def is_coarse(lm_head: Array) -> bool:
 
 
 def lm_head_parts(tensors: Arrays, how: Packing) -> dict[str, PackedLinear | Array]:
-    """The lm_head of Outer. Of one that is coarse, the logits that may be the best are computed
-    from its own numbers.
+    """The lm_head of Outer. Of a coarse one, the logits that may be the best are computed from its
+    own numbers.
     """
     weight = tensors["lm_head.weight"]
     if not how.blocks or not is_coarse(weight):
@@ -310,7 +308,7 @@ def lm_head_parts(tensors: Arrays, how: Packing) -> dict[str, PackedLinear | Arr
 
 @functools.cache
 def _depths(K: int, k: int, width: int) -> np.ndarray:
-    """Depths int32 [C] of all candidates that K draft steps can give."""
+    """int32 [C], of all candidates that K draft steps can give."""
     counts = [k, *[width * k] * (K - 1)]
     depths: np.ndarray = np.repeat(np.arange(1, K + 1), counts).astype(np.int32)
     return depths

@@ -40,7 +40,8 @@ def inverse_frequencies(rope: RopeConfig, dims: int) -> Floats:
         length, low = rope.original_max_position_embeddings, rope.low_freq_factor
         waves_in_context = np.float32(length) * frequencies / np.float32(2 * math.pi)
         span = rope.high_freq_factor - low or STEP  # Llama 4 Scout has nothing between them
-        kept = ((waves_in_context - np.float32(low)) / np.float32(span)).clip(0, 1)
+        kept = (waves_in_context - np.float32(low)) / np.float32(span)
+        kept = kept.clip(0, 1)
         return frequencies * (kept + (1 - kept) / np.float32(rope.factor))
     return frequencies
 

@@ -1,7 +1,7 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
-The native library computes, in one call a forward. The same in PyTorch operators lies beside the
-tests (tests/oracle); `tests/test_families.py` holds the logits of both to transformers'.
+The native library computes, in one call a forward; tests/oracle has the plain version, and
+tests/test_families.py holds the logits of both to transformers'.
 
 Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
 vocabulary.
@@ -55,8 +55,7 @@ def resolve_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
     """The precision that our own decoder runs a target in: a key of DTYPES.
 
     "auto" is "packed" for a GGUF file whose matrices the library multiplies in the file's own
-    blocks, bfloat16 for a checkpoint stored in it and float32 for others: the answers and features
-    are then those of the engine that serves the model.
+    blocks, bfloat16 for a checkpoint stored in it and float32 for others.
     """
     if dtype != "auto":
         return dtype
@@ -66,8 +65,6 @@ def resolve_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
 
 
 class Target(NativeTarget):
-    """A target, from a checkpoint or a GGUF file."""
-
     def __init__(
         self,
         config: TargetConfig,
@@ -100,7 +97,7 @@ class Target(NativeTarget):
 
     @classmethod
     def load(cls, folder: str | Path, dtype: Dtype = "auto") -> Self:
-        """Load a Hugging Face folder, or what a GGUF file became. Raises MissingInputError,
+        """Load a Hugging Face folder, or the folder of a GGUF file. Raises MissingInputError,
         CorruptError, MismatchError.
         """
         config, root = TargetConfig.from_folder(folder), Path(folder)
@@ -136,12 +133,12 @@ class Target(NativeTarget):
 
     @property
     def embeddings(self) -> Array | BlockMatrix:
-        """The embeddings as they are read: `embed_tokens`, or their blocks."""
+        """`embed_tokens`, or their blocks."""
         return self.blocks.get("model.embed_tokens.weight") or self.embed_tokens
 
     @property
     def fingerprint(self) -> str:
-        """Shape and lm_head's hash, as the key of what was measured of this target's speed."""
+        """Shape and lm_head's hash: the key of what was measured of this target's speed."""
         return f"{self.config.model_dump_json()} {self.lm_head_sha256}"
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
@@ -152,10 +149,11 @@ class Target(NativeTarget):
     def features(
         self, tokens_BT: np.ndarray, taps: Sequence[int] | None = None
     ) -> tuple[Array, Array]:
-        """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm).
+        """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm), in the
+        target's dtype.
 
-        Both in the target's dtype. Right padding is harmless: attention is causal. taps: by default
-        the three of EAGLE-3; or any number of layers, three of which a forward gives.
+        Right padding is harmless: attention is causal. taps: by default EAGLE-3's three; or any
+        number of layers, three of which a forward gives.
         """
         B, T = tokens_BT.shape
         rows, cache = self._rows_of(tokens_BT)
@@ -182,7 +180,7 @@ class Target(NativeTarget):
 
 
 class TargetWeights:
-    """A checkpoint's tensors by our names, checked; another precision is made at need."""
+    """A checkpoint's tensors by our names, checked; other precisions are made when asked for."""
 
     def __init__(
         self, config: TargetConfig, published: Arrays, dtype: np.dtype[Any], blocks: Blocks
@@ -218,17 +216,16 @@ class TargetWeights:
         return self.embed_tokens if self._tied else cast(self._stored[self._head_name], self._dtype)
 
     def _cast(self, name: str) -> Array:
-        """A tensor in this precision."""
         if name == "model.embed_tokens.weight":
             return self.embed_tokens
         tensor = self._stored[name]
-        # a norm that was given its offset keeps float32: rounded, the offset would be lost
+        # a norm with an added offset keeps float32: rounding would lose the offset
         keeps = FAMILIES[self._config.family].norm_offset != 0 and tensor.ndim == 1
         return tensor if keeps else cast(tensor, self._dtype)
 
 
 def threes(layers: Sequence[int], num_layers: int) -> Iterator[Taps]:
-    """All of these layers, three at a time; others fill what is not three."""
+    """All of these layers, three at a time; others fill the last three."""
     wanted = sorted(set(layers))
     wanted += [layer for layer in range(num_layers) if layer not in wanted][: -len(wanted) % 3]
     for first in range(0, len(wanted), 3):

@@ -31,11 +31,9 @@ class Linear:
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, in] -> [M, out]."""
         return F.linear(x, self._weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[M, in], [M, out] -> residual + self(x)."""
         return self(x).add_(residual)
 
 
@@ -69,8 +67,6 @@ class Placement:
 
 
 class PositionTables:
-    """The rotation tables of a model, and the placement of its forwards."""
-
     def __init__(self, config: TargetConfig, length: int, dtype: torch.dtype) -> None:
         self._kernel, self._scale = config.conv_kernel, config.query_scale
         attending = [kind for kind in config.layer_kinds if kind.mixer == "attention"]
@@ -104,7 +100,6 @@ class PositionTables:
 
 
 def joined(tensors: Tensors, names: Sequence[str]) -> Linear:
-    """The product of several matrices with one input, their outputs side by side."""
     biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
     weight = torch.cat([tensors[f"{name}.weight"] for name in names])
     return Linear(weight, torch.cat(biases) if biases else None)
@@ -129,7 +124,6 @@ class GatedMlp:
         self._activation = activation
 
     def act(self, x: Tensor) -> Tensor:
-        """[M, H] -> what `down` takes, [M, I]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return gated(gate, up, self._activation)
 
@@ -154,7 +148,6 @@ class MixtureOfExperts:
         self.shared = GatedMlp(tensors, "mlp.shared.", config.activation) if has_shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, H] -> [M, H]; rows go to an expert together, experts in ascending order."""
         logits = self.router(x).float()
         routes = self._experts.routes_input
         best = logits.sort(dim=-1, descending=True, stable=True)
@@ -200,8 +193,6 @@ class ShortConvolution:
 
 
 class PagedAttention:
-    """Over the rows' keys and values in the cache, which are written first."""
-
     def __init__(self, config: TargetConfig, tensors: Tensors, kind: LayerKind) -> None:
         self._kind, self._eps = kind, config.rms_norm_eps
         self._Hq, self._Hk = config.num_attention_heads, config.num_key_value_heads
@@ -214,7 +205,6 @@ class PagedAttention:
         )
 
     def __call__(self, x: Tensor, layer: int, at: Placement, cache: TensorCache) -> Tensor:
-        """x [M, in] (normed) -> what `out` takes, [M, Hq * D]."""
         Hq, Hk, D = self._Hq, self._Hk, self._D
         qkv = self.qkv(x).view(-1, Hq + 2 * Hk, D)
         for norm, heads in zip(self._norms, (slice(0, Hq), slice(Hq, Hq + Hk)), strict=True):
@@ -258,9 +248,6 @@ class Block:
         )
 
     def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: TensorCache) -> Tensor:
-        """x [M, in] (normed where the layer begins with a norm), residual [M, H] -> the layer's
-        output [M, H]. Writes what the cache keeps of the rows.
-        """
         if self.attention is not None:
             mixed = self.attention(x, self._layer, at, cache)
             h = self._added(residual, self.attention.out, mixed, self._mixer_out_norm)
@@ -273,7 +260,6 @@ class Block:
         return h + self.mlp(x) * self._residual_scale
 
     def _added(self, h: Tensor, linear: Linear, x: Tensor, norm: Tensor | None) -> Tensor:
-        """h plus linear(x), normed where there is a norm."""
         if norm is None and self._residual_scale == 1.0:
             return linear.add(x, h)
         y = linear(x)

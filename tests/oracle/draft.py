@@ -82,8 +82,6 @@ def guessed(
 
 
 class _TreeGrowth:
-    """The candidates so far and the frontier of the next level: the w best of the last."""
-
     def __init__(self, ids_Bk: np.ndarray, log_probs_Bk: np.ndarray, width: int) -> None:
         B, self._k = ids_Bk.shape
         self._width = width
@@ -95,7 +93,6 @@ class _TreeGrowth:
         self._requests = np.arange(B)[:, None]
 
     def frontier(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and scores of the frontier [B, w]."""
         at = self._requests, self._frontier_Bw
         return np.concatenate(self._tokens, axis=1)[at], np.concatenate(self._scores, axis=1)[at]
 

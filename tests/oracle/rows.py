@@ -52,13 +52,10 @@ class TensorRows:
 
 
 class TensorCache:
-    """A `PagedCache`'s memory as a tensor."""
-
     def __init__(self, cache: PagedCache) -> None:
         self.page_size, self.data = cache.page_size, tensor_of(cache.data)
 
     def write(self, layer: int, slot_M: torch.Tensor, kept: torch.Tensor) -> None:
-        """Put [M, ...], at most slot_width numbers each, into slots int64 [M]."""
         flat = kept.flatten(1)
         self.data[layer, :, : flat.shape[1]].index_copy_(0, slot_M, flat)
 

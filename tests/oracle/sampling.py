@@ -170,7 +170,6 @@ class PlainSampler(Sampler):
         return token
 
     def _adjusted(self, logits_V: Logits) -> Logits:
-        """Penalties, bias and the mask of min_tokens."""
         params, adjusted_V = self.params, logits_V.copy()
         if self._seen is not None:
             adjusted_V = penalised(adjusted_V, self._seen.ids, self._seen.output_counts, params)

@@ -37,8 +37,6 @@ from tests.oracle.rows import TensorCache, TensorRows
 
 
 class Layers:
-    """The whole decoder in PyTorch operators."""
-
     def __init__(
         self,
         config: TargetConfig,
@@ -92,8 +90,6 @@ class Layers:
 
 
 class OperatorTarget(Target):
-    """A target whose forwards are `Layers`."""
-
     def _lay_out(self) -> None:
         arrays = {name: one for name, one in self._weights.cast.items() if "lm_head" not in name}
         self.layers = Layers(self.config, tensors_of(arrays), tensor_of(self.lm_head))
@@ -161,11 +157,9 @@ def rows_of_trees(roots: Roots, trees: Sequence[Tree], page_size: int) -> Rows:
 
 
 def logits_of(target: Target, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """`Target.logits` as tensors."""
     return tensor_of(target.logits(tokens_BT.numpy()))
 
 
 def features_of(target: Target, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Target.features` as tensors: aux_hidden and last_hidden."""
     aux_hidden, last_hidden = target.features(tokens_BT.numpy())
     return tensor_of(aux_hidden), tensor_of(last_hidden)
