@@ -1,4 +1,4 @@
-"""Speed at the sizes that people run, held against llama.cpp and against reading the weights once.
+"""Speed at the sizes that people run, beside llama.cpp and beside reading the weights once.
 
     python benchmarks/sizes.py [--quick] [--shapes llama-1b,...] [--formats Q4_K_M,...]
         [--llama BUILD ...] [--sections plain,rows,draft,head,loads,eagle3] [--samples 5]
@@ -10,21 +10,17 @@
     rows        a forward of 2 to 64 rows in times of one row
     draft       growing the default tree in times of a forward of one row, and its parts
     head        time per token of plain decoding by that of speculative decoding, with the default
-                tree and as the policy chooses, on short prompts of Spec-Bench, which lies in the
-                FOLDER of --data. Answers must be plain's
-    loads       the same with `auto` at 1, 4 and 16 requests at a time, greedy and at temperature 1,
+                tree and with auto, on short prompts of Spec-Bench (--data). Answers must be plain's
+    loads       the same with auto at 1, 4 and 16 requests at a time, greedy and at temperature 1,
                 with the head and with one that is spoiled: 9 of 10 rows of its lm_head are mixed up
-
     eagle3      one request by llama.cpp's own EAGLE-3 (bin/llama-server of the first BUILD) and by
                 ours, a chain of CHAIN, with the packaged head without the norms that it cannot read
 
-Weights are random (random_models.py): speed does not depend on their values. draft, head, loads
-and eagle3 need a head, so they are of bodies alone (body-1b, body-8b): SmolLM2 and its packaged
-head, padded with zeros to that shape by recipes/body.py, with their real acceptance. Every file has
-a process of its own. A file that is not in FOLDER (by default a temporary one) is written first.
-BF16 files run in bfloat16, the others packed. Times of rows and draft are tenth percentiles of
-calls in turn: what the code costs when nothing else wants the cores. The last line of stdout is one
-JSON object.
+Weights are random (random_models.py). draft, head, loads and eagle3 need a head, so they run on
+bodies alone (body-1b, body-8b): SmolLM2 and its packaged head, padded with zeros to that shape by
+recipes/body.py. Every file has a process of its own, and is written first where it is not in FOLDER
+(by default a temporary one). BF16 files run in bfloat16, the others packed. Times of rows and draft
+are tenth percentiles of calls in turn. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,10 +38,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -110,9 +105,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Memory:
-    """READ_BYTES that are read as fast as this machine reads: by the C library's search for a byte
-    that is not there, on every thread a part.
-    """
+    """READ_BYTES, read by the C library's search for a byte that is not there, on all threads."""
 
     def __init__(self, threads: int) -> None:
         self.data = np.ones(READ_BYTES, dtype=np.uint8)
@@ -123,18 +116,12 @@ class Memory:
 
     def bytes_per_second(self) -> float:
         """The best of three reads."""
-        return READ_BYTES / min(self._read() for _ in range(3))
+        with ThreadPoolExecutor(len(self.parts)) as pool:
+            return READ_BYTES / min(self._read(pool) for _ in range(3))
 
-    def _read(self) -> float:
-        threads = [
-            threading.Thread(target=self.search, args=(part.ctypes.data, 255, part.nbytes))
-            for part in self.parts
-        ]
+    def _read(self, pool: ThreadPoolExecutor) -> float:
         started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(pool.map(lambda part: self.search(part.ctypes.data, 255, part.nbytes), self.parts))
         return time.perf_counter() - started
 
 
@@ -150,7 +137,7 @@ def memory_mb() -> dict[str, float]:
 
 
 class Asked:
-    """An engine asked one request at a time; every one is under a salt of its own."""
+    """An engine asked one request at a time, each under a salt of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.count = engine, 0
@@ -189,7 +176,7 @@ def llama_bench(build: Path, file: Path, args: argparse.Namespace) -> dict[str, 
 
 
 def plain(engine: Engine, file: Path, num_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The section, of `num_bytes` read by a token."""
+    """num_bytes: read by a token."""
     rng = random.Random(0)
     tokens = [rng.randrange(300, 2000) for _ in range(PROMPT)]
     asked = Asked(engine)
@@ -233,8 +220,8 @@ def plain(engine: Engine, file: Path, num_bytes: int, args: argparse.Namespace) 
 
 
 def in_turn(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Milliseconds of every call: the tenth percentile of turns that fit into so many seconds for
-    each, five turns at least.
+    """ms of every call: the tenth percentile of turns within so many seconds for each, five at
+    least.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds * len(calls)
@@ -258,7 +245,6 @@ def chain(count: int, page_table: np.ndarray, first_column: int = 0) -> Rows:
 
 
 def rows(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """The section."""
     page_table = np.arange((CONTEXT + ROWS[-1]) // PAGE_SIZE + 2, dtype=np.int32)[None]
     cache = target.new_cache(page_table.size)
     calls = {
@@ -270,7 +256,6 @@ def rows(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draft(target: Target, head: Draft, args: argparse.Namespace) -> dict[str, Any]:
-    """The section."""
     page_table = np.arange(CONTEXT // PAGE_SIZE + 4, dtype=np.int32)[None]
     cache, own = target.new_cache(page_table.size), head.new_cache(page_table.size)
     num_slots, width = page_table.size * PAGE_SIZE, 3 * target.config.hidden_size
@@ -313,7 +298,7 @@ def prompts(target: str, args: argparse.Namespace) -> list[list[int]]:
 def head(
     target: Target, draft: Draft, asked: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The section: plain and speculative answers in turn, sums over prompts."""
+    """Plain and speculative answers in turn, sums over prompts."""
     arms = {}
     for speculation in ("off", SPECULATION, "auto"):
         config = EngineConfig(max_batch=1, speculation=speculation, text_drafts=False)
@@ -390,10 +375,9 @@ class Batch:
 def loads(
     target: Target, heads: dict[str, Draft], asked: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The section: by temperature, requests and head plain's seconds a token by its own, for every
-    sample but the first, in which `auto` learns the head, and tokens of a request and step. Engines
-    take turns step by step, since the clocks and the memory of a virtual machine change within
-    seconds.
+    """By temperature, requests and head: plain's seconds a token by its own, for every sample but
+    the first, in which `auto` learns the head. Engines take turns step by step, since a virtual
+    machine's speed changes within seconds.
     """
     found: dict[str, Any] = {}
     rng = random.Random(0)
@@ -434,9 +418,7 @@ def loads(
 
 
 def eagle3(target: Target, file: Path, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
-    """The section: milliseconds a token and tau over all prompts, and answers equal to those of the
-    same engine without a head.
-    """
+    """ms a token and tau over all prompts; answers equal to the same engine's without a head."""
     small, folder = hub.resolve_target(shape.body_of), hub.resolve_target(str(file))
     asked = prompts(folder, args)
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
@@ -498,7 +480,6 @@ def eagle3(target: Target, file: Path, shape: Shape, args: argparse.Namespace) -
 
 
 def opened(file: Path) -> tuple[Engine, float]:
-    """An engine of a file for one request at a time, and the seconds that opening it took."""
     started = time.perf_counter()
     config = EngineConfig(max_batch=1, speculation="off")
     dtype = "bfloat16" if "BF16" in file.name else "packed"
@@ -512,7 +493,6 @@ def opening(file: Path) -> float:
 
 
 def measured(file: Path, name: str, num_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The sections of one file."""
     shape = SHAPES[name]
     engine, seconds = opened(file)
     found: dict[str, Any] = {"opening_s": seconds}

@@ -118,7 +118,7 @@ def drafts() -> None:
             draft, cache = draft_of(flags, dtype, 2), draft_cache(dtype)
             rows = chunk(TOKENS[1:], 1, first_column=1)
             h = draft.extend(rows, features(dtype)[:-1], cache)
-            draft.enter(rows, features(dtype)[:-1], cache)
+            native_tests.make_entries(draft, rows, features(dtype)[:-1], cache)
             roots = Roots([20], [20], [], STRAIGHT)
             for growth in GROWTHS:
                 first, thresholds = draft.proposals(h[-1:], growth[1]), [0.0] * growth[0]

@@ -192,18 +192,6 @@ def levels(depths: np.ndarray) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def of_best_path(proposals: Proposals) -> np.ndarray:
-    """Which candidates, bool [B, C], a narrow tree has: levels grown from the best one alone."""
-    found = np.zeros(proposals.parents.shape, dtype=bool)
-    above = np.full((len(found), 1), -1)
-    for level in levels(proposals.depths):
-        own = proposals.parents[:, level] == above
-        found[:, level] = own
-        best = np.where(own, proposals.scores[:, level], -np.inf).argmax(1)[:, None]
-        above = np.where(own.any(1, keepdims=True), level.start + best, -2)
-    return found
-
-
 class RecordedPolicy(Policy):
     """Keeps the plans of all rounds."""
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.acceptance import Acceptance, along_paths, judge
-from eyas.engine.drafters import merged
+from eyas.engine.drafters import NOTHING, merged
 from eyas.engine.text import TextChain, kinds_of
 from eyas.model.rows import Proposals
-from tests.test_text import NOTHING, merged_trees
+from tests.test_text import merged_trees
 from tests.test_tree import above_of, random_trees
 
 

@@ -97,8 +97,8 @@ class Acceptance:
         level, K = self._levels(depths), len(self.drawn)
         self._ratios = self._conditional = None
         self._of_heads *= MEMORY
-        self.expected += np.bincount(level, _summed(calibration.own * judged), K)
-        self.drawn += np.bincount(level, _summed(is_heads & drawn), K)
+        self.expected += np.bincount(level, (calibration.own * judged).sum(0), K)
+        self.drawn += np.bincount(level, (is_heads & drawn).sum(0), K)
         num_accepted = int(np.count_nonzero(accepted))
         if kinds is None:
             return [num_accepted, 0, 0]
@@ -153,11 +153,6 @@ def judge(
     drawn = along_paths(follows, above, max(1, min(depth, longest)))
     judged = _with_root(drawn, True).take(above) & (following >= 0)
     return judged, drawn, drawn & (proposals.depths < np.array(lengths)[:, None])
-
-
-def _summed(values: np.ndarray) -> np.ndarray:
-    total: np.ndarray = values[0] if len(values) == 1 else values.sum(0)
-    return total
 
 
 def _with_root(values: np.ndarray, root: float) -> np.ndarray:

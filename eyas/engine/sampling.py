@@ -118,12 +118,10 @@ class Sampler:
         )
         self.num_drawn = 0
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
-        self.ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else end_tokens
-        )
-        self._end_ids = np.array(
-            sorted(token for token in self.ends if token < vocab_size), dtype=np.int64
-        )
+        own_ends = frozenset() if params.ignore_eos else end_tokens
+        self.ends = own_ends | frozenset(params.stop_token_ids)
+        end_ids = sorted(token for token in self.ends if token < vocab_size)
+        self._end_ids = np.array(end_ids, dtype=np.int64)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
         self._seen = _Seen(prompt_ids) if params.has_penalties else None

@@ -39,8 +39,7 @@ from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
-from eyas.model.checkpoint import refuse
-from eyas.model.config import HeadConfig, RopeConfig, read_config
+from eyas.model.config import HeadConfig, RopeConfig, read_config, refuse
 from eyas.model.dialects import EMBED_TOKENS, HEAD_JSON, LM_HEAD
 from eyas.model.forms import Verifier
 from eyas.model.weights import fingerprint

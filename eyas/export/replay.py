@@ -45,8 +45,8 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.language import language
 from eyas.log import Track, quiet, size_text
 from eyas.model.architecture import TargetConfig
-from eyas.model.checkpoint import judged_head, open_checkpoint, refuse
-from eyas.model.config import Taps, TargetShape, shape_faults
+from eyas.model.checkpoint import judged_head, open_checkpoint
+from eyas.model.config import Taps, TargetShape, refuse, shape_faults
 from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.operators.batch import Batch

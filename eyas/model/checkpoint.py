@@ -17,7 +17,7 @@ Letters: H hidden size, V target vocabulary, W draft vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from eyas.model.config import (
     head_dim_of,
     in_words,
     read_config,
+    refuse,
 )
 from eyas.model.dialects import (
     CONFIG_JSON,
@@ -354,9 +355,3 @@ def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     }
     shapes |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
     return shapes | {"norm.weight": (H,), LM_HEAD: (W, H), "d2t": (W,), "t2d": (V,)}
-
-
-def refuse(what: object, faults: Sequence[MismatchError]) -> None:
-    """Raise one MismatchError that names all faults, if there are any."""
-    if faults:
-        raise MismatchError(f"{what}: " + "; ".join(fault.what for fault in faults), faults[0].hint)

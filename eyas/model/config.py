@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -366,11 +366,13 @@ EAGLE_ROPE = RopeConfig()
 def check_head(config: HeadConfig, target: TargetShape, target_lm_head_sha256: str) -> None:
     """Raise one MismatchError that names all of `match_faults`, if there are any."""
     faults = match_faults(config, target, target_lm_head_sha256)
+    refuse("the head does not fit this target", faults)
+
+
+def refuse(what: object, faults: Sequence[MismatchError]) -> None:
+    """Raise one MismatchError that names all faults, if there are any."""
     if faults:
-        raise MismatchError(
-            "the head does not fit this target: " + "; ".join(fault.what for fault in faults),
-            faults[0].hint,
-        )
+        raise MismatchError(f"{what}: " + "; ".join(fault.what for fault in faults), faults[0].hint)
 
 
 def match_faults(
@@ -380,14 +382,9 @@ def match_faults(
     faults = shape_faults(config, target)
     trained_with = config.target_lm_head_sha256
     if trained_with and trained_with != target_lm_head_sha256:
-        what = (
-            f"the head was trained against the lm_head {trained_with[:12]}, this target's is "
-            f"{target_lm_head_sha256[:12]}"
-        )
-        hint = (
-            "give the very target that the features were captured from, or capture and train again"
-        )
-        faults.append(MismatchError(what, hint))
+        what = f"the head was trained against the lm_head {trained_with[:12]}, this target's is "
+        hint = "give the target that the features were captured from, or capture and train again"
+        faults.append(MismatchError(what + target_lm_head_sha256[:12], hint))
     return faults + rope_faults(config, target)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.model.arrays import Array
-from eyas.model.checkpoint import refuse, tensor_faults
-from eyas.model.config import DecoderConfig, HeadConfig
+from eyas.model.checkpoint import tensor_faults
+from eyas.model.config import DecoderConfig, HeadConfig, refuse
 from eyas.model.dialects import (
     COMPUTED,
     CONFIG_JSON,
