@@ -5,25 +5,21 @@
         [--python-sglang PYTHON] [--only NAME,...] [--head smollm2] [--prompts 24]
         [--max-tokens 64] [--num-draft-steps 4] [--threads 2] [--work FOLDER]
 
-A row is kept in --work as soon as it is measured, and not measured again for the same head and
-settings: delete rows.json there for new ones.
-
-`make engines` makes the environments and runs this. One engine after the other decodes the same
-held-out prompts greedily, one at a time, with the head in the form that it reads. All compute in
-float32, so that rounding seldom decides: an answer must be the target's own greedy one, which our
-engine gives without a head; where it leaves that, the answer still counts as equal ("tie") if our
-target's logits of the two tokens at that place differ by less than TIE.
+`make engines` makes the environments and runs this. A row is kept in rows.json of --work as soon as
+it is measured, and not measured again for the same head and settings. One engine after the other
+decodes the same held-out prompts greedily, one at a time, in float32, with the head in the form
+that it reads. An answer must be the target's own greedy one, which our engine gives without a head;
+where it leaves that, it counts as a "tie" if our target's logits of the two tokens differ by less
+than TIE.
 
 tau is the tokens after the first of every answer over the target's forwards; "foretold" is the
-`eyas eval` of the same head, chain and prompts. A tree has no foretold tau of its own here, it is
-the eval of that tree. Two heads: the packaged one, and "plain", the same without the norms that
-some engines cannot read (eyas/export/engines.py): fc_norm is folded into fc at the mean size of
-each stream, norm_output is left out, so that it drafts a little worse; it has an eval of its own.
+`eyas eval` of the same head, drafts and prompts. Two heads: the packaged one, and "plain" without
+the norms that some engines cannot read (eyas/export/engines.py): fc_norm is folded into fc at the
+mean size of each stream, norm_output is left out.
 
 --broken adds exports that are wrong on purpose: layer ids one too early, norm_output lost, the
-layers that OpenVINO's converter leaves out not written. Their tau must fall, as `eyas check --text`
-says of the first two. SGLang's engine runs with torch in place of its CPU kernels, which are in no
-wheel (peers/sglang_cpu).
+layers that OpenVINO's converter leaves out not written. Their tau must fall. SGLang's engine runs
+with torch in place of its CPU kernels, which are in no wheel (peers/sglang_cpu).
 
 The last line of stdout is one JSON object.
 """
@@ -120,14 +116,13 @@ def arms(steps: int, broken: bool) -> list[Arm]:
         Arm("SGLang", "sglang", "packaged", tree, wide),
     ]
     if broken:
+        for fault in FAULTS:
+            eager = {**drafts, "eager": True}
+            found.append(Arm("vLLM", "vllm", "packaged", chain, eager, fault))
+            found.append(Arm("SGLang", "sglang", "packaged", chain, drafts, fault))
         found += [
-            *(
-                Arm("vLLM", "vllm", "packaged", chain, {**drafts, "eager": True}, fault)
-                for fault in FAULTS
-            ),
             Arm("llama.cpp", "llama_cpp", "plain", chain, drafts, "layers one early"),
             Arm("OpenVINO", "openvino", "plain", chain, {**in_fp32, **drafts}, NOT_WRITTEN),
-            *(Arm("SGLang", "sglang", "packaged", chain, drafts, fault) for fault in FAULTS),
         ]
     return found
 
@@ -139,7 +134,7 @@ def plain_head(
     config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target, prompts: list[list[int]]
 ) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
     """The head without fc_norm and norm_output: each stream is scaled by its mean 1 / rms over the
-    prompts instead (their first tokens apart, which are far larger), and the fed-back norm is gone.
+    prompts instead (without first tokens, which are far larger).
     """
     inverse_3, count = torch.zeros(3), 0
     for prompt in prompts:
@@ -161,7 +156,7 @@ def plain_head(
 
 
 def spoiled(folders: dict[str, str], fault: str, form: str = "head_vllm") -> dict[str, str]:
-    """The forms of a head in which one is exported wrongly, a copy of the right one."""
+    """The forms of a head, one of them exported wrongly."""
     form = "head_openvino" if fault == NOT_WRITTEN else form
     files = {file.name: file.read_bytes() for file in Path(folders[form]).iterdir()}
     settings = json.loads(files[CONFIG_JSON])
@@ -176,7 +171,7 @@ def spoiled(folders: dict[str, str], fault: str, form: str = "head_vllm") -> dic
 
 
 def named_by_content(name: str, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> str:
-    """A head's name for its folders, so that no conversion of another head is taken for its own."""
+    """The name of a head's folders: no other head's conversion is taken for its own."""
     content = config.model_dump_json().encode() + safetensors.torch.save(tensors)
     return f"{name}-{hashlib.sha256(content).hexdigest()[:8]}"
 
@@ -187,7 +182,7 @@ def named_by_content(name: str, config: HeadConfig, tensors: dict[str, torch.Ten
 def foretold(
     args: argparse.Namespace, head: str, trees: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    """What `eyas eval` says of a head on these prompts, by tree."""
+    """`eyas eval` of a head on these prompts, by tree."""
     dialogues = held_out.dialogues(args.data, args.prompts)
     prompts = [
         EvalPrompt(f"{number}", "dialogues", tuple(messages))
@@ -255,9 +250,7 @@ class Run:
         return found
 
     def kept_row(self, arm: Arm, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """A line of the table, from the file of those that were measured where it is there. Raises
-        WorkerError, OSError.
-        """
+        """A line of the table, kept or measured. Raises WorkerError, OSError."""
         file, args = self.work / ROWS, self.args
         rows: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         head = self.heads[arm.head]["head_eyas"]
@@ -370,7 +363,6 @@ def parse() -> argparse.Namespace:
 
 
 def prepared(args: argparse.Namespace, work: Path) -> Run:
-    """The target, the prompts and both heads, in every form that can say them."""
     folder = str(whole_folder(hub.resolve_target(args.target)))
     chat = Chat(folder)
     prompts = [

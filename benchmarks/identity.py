@@ -3,17 +3,17 @@
     python benchmarks/identity.py [--quick] [--dtype float32|bfloat16|packed] [--prompts 500]
     [--sampled] [--swap HEAD] [--max-tokens 64] [--data FILE.jsonl]
 
-Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
-(speculation fixed and auto), each with a quarter of the prompts, in batches of 4, 5, 8 and 12, with
-a cache that holds the longest request and little more, so that samples are preempted all the time.
-Prompts are dialogues cut before an answer, and the turn before it too where there is one, so that
-prompts begin with each other; every tenth is asked for twice. Every other answer goes on past its
-end token. Requests arrive in bursts, every sixth with one that is cancelled after some steps.
+Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn,
+each with a quarter of the prompts, in batches of 4 to 12, with a cache that holds little more than
+the longest request, so that samples are preempted all the time. Prompts are dialogues cut before
+two of their answers, so that they begin with each other; every tenth is asked for twice. Every
+other answer goes on past its end token. Requests arrive in bursts, every sixth with one that is
+cancelled after some steps.
 
-With --sampled every request has random sampling parameters and a seed: the tokens must be the same
-too. With --swap the head and that one draft in turn, SWAP_STEPS steps each. Where two outputs part,
-the gap of the best two logits says whether rounding can explain it. Exit code 1 if an output
-differs. The last line of stdout is one JSON.
+With --sampled every request has random sampling parameters and a seed. With --swap the head and
+that one draft in turn, SWAP_STEPS steps each. Where two outputs part, the gap of the best two
+logits says whether rounding can explain it. Exit code 1 if an output differs. The last line of
+stdout is one JSON.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result
@@ -22,10 +22,19 @@ from eyas.model.rows import Proposals
 from eyas.model.target import Target
 from tests import tiny_engine
 from tests.serving import World, ask, health
-from tests.tiny_engine import SAMPLED, decoded, engine, idle, plainly, random_head, requests
+from tests.test_distribution import COSTS
+from tests.tiny_engine import (
+    SAMPLED,
+    decoded,
+    engine,
+    idle,
+    plainly,
+    random_head,
+    requests,
+    stepped,
+)
 
 ROUNDS = 4  # drafted before the head fails
-CHEAP_DRAFTS = CostTable(*[Curve([1, 64], [10.0, 11.0])] * 2, *[Curve([1, 64], [0.1, 0.2])] * 3)
 
 
 folder, target = tiny_engine.folder, tiny_engine.target
@@ -35,12 +44,11 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 def nan_scores(proposals: Proposals) -> Proposals:
     scores = proposals.scores.copy()
     scores[-1, -1] = np.nan
-    return Proposals(proposals.tokens, scores, proposals.parents, proposals.depths)
+    return replace(proposals, scores=scores)
 
 
 def infinite_scores(proposals: Proposals) -> Proposals:
-    scores = np.full_like(proposals.scores, -np.inf)
-    return Proposals(proposals.tokens, scores, proposals.parents, proposals.depths)
+    return replace(proposals, scores=np.full_like(proposals.scores, -np.inf))
 
 
 def raising(error: Exception) -> Callable[[Any], Any]:
@@ -73,20 +81,17 @@ def failing(running: Engine, fault: Callable[[Any], Any], call: str, after: int 
 
 
 def run_all(running: Engine, asked: list[Request]) -> list[Result]:
-    half, results = len(asked) // 2, []
+    half = len(asked) // 2
     waiting = asked[half:]
     for request in asked[:half]:
         running.add(request)
-    updates: dict[tuple[str, int], list[Any]] = {}
-    while running.has_work or waiting:
+
+    def turn(_: int) -> bool:
         if waiting:
             running.add(waiting.pop(0))
-        for update in running.step():
-            key = update.request_id, update.index
-            updates.setdefault(key, []).append(update)
-            if update.finish_reason is not None:
-                results.append(Result.of(updates.pop(key), running.speculation.num_draft_steps))
-    return results
+        return bool(waiting)
+
+    return stepped(running, turn)
 
 
 FEW_PAGES = {"num_pages": 13, "max_batch": 5, "prefill_chunk": 16}
@@ -144,7 +149,7 @@ def overflowing(target: Target) -> Draft:
 
 @pytest.mark.parametrize(("params", "speculation"), [({}, "auto"), ({"temperature": 1.0}, "fixed")])
 def test_a_head_that_overflows(target, params, speculation, monkeypatch):
-    monkeypatch.setattr("eyas.engine.rounds.round_costs", lambda work: CHEAP_DRAFTS)
+    monkeypatch.setattr("eyas.engine.rounds.round_costs", lambda work: COSTS)
     sizes = EngineConfig(max_batch=3, max_length=120, speculation=speculation)
     running = Engine(target, overflowing(target), sizes)
     asked = requests(4, ignore_eos=True, **{"max_tokens": 40, **params})

@@ -23,6 +23,7 @@ from tests.tiny_engine import (
     plainly,
     random_head,
     requests,
+    stepped,
 )
 from tests.tiny_head import head_folder
 
@@ -43,20 +44,16 @@ def test_speculating_and_plain_requests_share_a_batch(target):
 
 def test_requests_come_and_go_without_disturbing_others(target):
     expected = plainly(target, requests(12, ignore_eos=True))
-    running, found = engine(target, max_batch=2), {}
-    pending = requests(12, ignore_eos=True)
-    tokens: dict[str, list[int]] = {request.id: [] for request in pending}
-    step = 0
-    while pending or running.has_work:
+    running, pending = engine(target, max_batch=2), requests(12, ignore_eos=True)
+
+    def turn(step: int) -> bool:
         if pending and step % 2 == 0:
             running.add(pending.pop(0))
         if step == 5:
             running.cancel("1")
-        for update in running.step():
-            tokens[update.request_id] += update.token_ids
-            if update.finish_reason:
-                found[update.request_id, 0] = (tokens[update.request_id], update.finish_reason)
-        step += 1
+        return bool(pending)
+
+    found = decoded(stepped(running, turn))
     for results in (expected, found):
         results.pop(("1", 0), None)
     assert found == expected
@@ -74,17 +71,13 @@ def test_heads_that_take_turns_change_no_token(target, window, speculation):
     heads = [running.draft, Draft(*other_head, target)]
     for request in asked:
         running.add(request)
-    tokens, found, step = {request.id: [] for request in asked}, {}, 0
-    while running.has_work:
-        for update in running.step():
-            tokens[update.request_id] += update.token_ids
-            if update.finish_reason:
-                found[update.request_id, 0] = (tokens[update.request_id], update.finish_reason)
-        step += 1
-        if step % 3 == 0:
+
+    def turn(step: int) -> None:
+        if step % 3 == 2:
             assert running.swap_draft(heads[step // 3 % 2])
             running.check()
-    assert found == plainly(target, asked)
+
+    assert decoded(stepped(running, turn)) == plainly(target, asked)
     assert running.metrics()["preemptions"] > 0
     assert running.metrics()["prompt_tokens_reused"] > 0
     idle(running)
@@ -240,13 +233,9 @@ def test_text_that_the_head_hardly_helps_is_logged_with_its_share(target, caplog
             for _ in range(4):
                 drafting._watch_tau(accepted)
     told = [record.getMessage() for record in caplog.records if "tau is" in record.getMessage()]
-    assert [
-        re.findall(r"helps (\d+)% .*, (\d of \d) stretches.* tau is (\S+) ", one) for one in told
-    ] == [
-        [("50", "1 of 2", "1.00")],
-        [("67", "2 of 3", "1.00")],
-        [("80", "4 of 5", "1.00")],
-    ]
+    figures = re.compile(r"helps (\d+)% .*, (\d of \d) stretches.* tau is (\S+) ")
+    shares = [("50", "1 of 2", "1.00"), ("67", "2 of 3", "1.00"), ("80", "4 of 5", "1.00")]
+    assert [figures.findall(one) for one in told] == [[one] for one in shares]
     assert all("Prompts unlike its own do that" in one for one in told)
     caplog.clear()
     with caplog.at_level(logging.INFO, "eyas.engine"):

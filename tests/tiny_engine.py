@@ -1,5 +1,7 @@
 """Engines of a tiny target and a random head, their requests, and what plain decoding gives."""
 
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request, Result, SamplingParams
+from eyas.engine.request import Request, Result, SamplingParams, Update
 from eyas.model.arrays import Array
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.library import unavailable
@@ -31,29 +33,27 @@ def random_head(
     options = HeadOptions(draft_vocab_size=draft_vocab_size, **PLAIN_NORMS)
     config = HeadConfig.for_target(target.config, options)
     H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
-    q, kv = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    )
+    D, layer = config.head_dim, "midlayer."
+    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     shapes = {
-        "fc.weight": (H, 3 * config.target_hidden_size),
-        "midlayer.self_attn.q_proj.weight": (q, 2 * H),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * H),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * H),
-        "midlayer.self_attn.o_proj.weight": (H, q),
-        "midlayer.mlp.gate_proj.weight": (inner, H),
-        "midlayer.mlp.up_proj.weight": (inner, H),
-        "midlayer.mlp.down_proj.weight": (H, inner),
-        "lm_head.weight": (W, H),
-        **{
-            f"midlayer.{name}.weight": (H,)
-            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        },
-        "norm.weight": (H,),
+        "fc": (H, 3 * config.target_hidden_size),
+        f"{layer}self_attn.q_proj": (q, 2 * H),
+        f"{layer}self_attn.k_proj": (kv, 2 * H),
+        f"{layer}self_attn.v_proj": (kv, 2 * H),
+        f"{layer}self_attn.o_proj": (H, q),
+        f"{layer}mlp.gate_proj": (inner, H),
+        f"{layer}mlp.up_proj": (inner, H),
+        f"{layer}mlp.down_proj": (H, inner),
+        "lm_head": (W, H),
+        f"{layer}hidden_norm": (H,),
+        f"{layer}input_layernorm": (H,),
+        f"{layer}post_attention_layernorm": (H,),
+        "norm": (H,),
     }
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.randn(*shape, generator=generator) * 0.3 for name, shape in shapes.items()
+        f"{name}.weight": torch.randn(*shape, generator=generator) * 0.3
+        for name, shape in shapes.items()
     }
     used = torch.randperm(config.vocab_size, generator=generator)[:W].sort().values
     tensors["d2t"] = used - torch.arange(W)
@@ -126,6 +126,19 @@ def plainly(target: Target, asked: list[Request]) -> Decoded:
         results = list(engine(target, head=False, prefix_reuse=False).run(asked))
         PLAIN[key] = target, decoded(results)  # with the target, so that its id stays its own
     return PLAIN[key][1]
+
+
+def stepped(running: Engine, turn: Callable[[int], object]) -> list[Result]:
+    """Run to the end. turn(step): called before each step; true while more requests will come."""
+    updates: dict[tuple[str, int], list[Update]] = {}
+    results, steps = [], count()
+    while turn(next(steps)) or running.has_work:
+        for update in running.step():
+            key = update.request_id, update.index
+            updates.setdefault(key, []).append(update)
+            if update.finish_reason is not None:
+                results.append(Result.of(updates.pop(key), running.speculation.num_draft_steps))
+    return results
 
 
 def idle(running: Engine) -> Engine:
