@@ -61,18 +61,17 @@ def test_no_read_or_write_is_out_of_bounds():
 
 def starve() -> None:
     """Forwards of a target in a process whose memory ends: MemoryError, and the next call is whole.
-
-    The buffers of 100,000 rows take some 150 MB.
+    The buffers of 40,000 rows take some 60 MB.
     """
     target = Target.load(tiny_target(Path(tempfile.mkdtemp())), "float32")
     many, few = (
         prompt_rows([[7]] * count, [0] * count, np.zeros((count, 1), np.int32), 16)
-        for count in (100_000, 3)
+        for count in (40_000, 3)
     )
     cache, first = target.new_cache(1), np.zeros(1, np.int64)
     expected = target.forward(few, cache).logits.copy()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    for megabytes in (1, 20, 50, 90):
+    for megabytes in (1, 8, 20, 36):
         limit = pages * resource.getpagesize() + (megabytes << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         with pytest.raises(MemoryError, match="no memory"):

@@ -133,7 +133,7 @@ def monotone(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def timed(work: Callable[[int], None], rows: int, clock: Callable[[], float]) -> float:
+def _timed(work: Callable[[int], None], rows: int, clock: Callable[[], float]) -> float:
     start = clock()
     work(rows)
     return (clock() - start) * 1e3
@@ -157,7 +157,7 @@ def measure(
     for rows in points:
         for work in works:
             work(rows)
-        samples.append([[timed(work, rows, clock)] for work in works])
+        samples.append([[_timed(work, rows, clock)] for work in works])
         if clock() - began > budget_s / 2 and len(samples) >= _MIN_POINTS:
             break
     while (done := len(samples[0][0])) < _MAX_REPEATS and (
@@ -167,7 +167,7 @@ def measure(
             for work, times in zip(works, point, strict=True):
                 if rows <= _FEW:
                     work(rows)  # its weights come into the caches, as by the round before
-                times.append(timed(work, rows, clock))
+                times.append(_timed(work, rows, clock))
     seconds = [[sorted(times)[1] for times in point] for point in samples]
     return CostTable(*(Curve(points[: len(samples)], ms) for ms in zip(*seconds, strict=True)))
 
@@ -295,4 +295,4 @@ class RoundWork:
 
     def fastest_ms(self) -> float:
         """Of a few forwards of one row."""
-        return min(timed(self.forward, 1, time.perf_counter) for _ in range(8))
+        return min(_timed(self.forward, 1, time.perf_counter) for _ in range(8))

@@ -46,6 +46,7 @@ def derived_seed(seed: int, sample: int) -> int:
 
 
 def signed(z: int) -> int:
+    """The signed 64-bit number of the same bits."""
     z &= MASK
     return z - 2**64 if z >= 2**63 else z
 

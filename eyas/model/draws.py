@@ -46,6 +46,7 @@ class Scores:
 
 
 def no_best_logit(best: float) -> EyasError:
+    """The error of logits whose maximum is no number."""
     return EyasError(
         f"the target's best logit is {best}",
         "check the target's weights and dtype: its numbers overflow",

@@ -24,6 +24,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
+    """For all decoders that are made from now on."""
     _chosen[:] = [count]
 
 
