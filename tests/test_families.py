@@ -130,7 +130,7 @@ def prompts(target: Target, lengths: list[int], **params: float | None) -> list[
     made = []
     for number, length in enumerate(lengths):
         row = torch.randint(3, target.config.vocab_size, (length,), generator=generator).tolist()
-        sampling = SamplingParams(max_tokens=40, ignore_eos=True, seed=number, **params)
+        sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=number, **params)
         made.append(Request(f"{params} {number}", (*row, *row[:9]), sampling))
     return made
 

@@ -376,7 +376,6 @@ class Policy:
         self._sums["draft_steps"] += max(0, plan.depth - 1)
 
     def _learn_trees(self, plan: RoundPlan) -> None:
-        """Move the expected tree towards the trees of this round, or back to the first belief."""
         if not plan.drafts:
             tables, reached = self._first
             self._tables += (1 - AT_REST) * (tables - self._tables)

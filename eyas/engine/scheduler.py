@@ -347,7 +347,6 @@ class Scheduler:
         return newcomer
 
     def _reused(self, newcomer: RunningSample) -> list[int]:
-        """The kept pages of its prefix, held."""
         # the last token is always computed; prompt_logprobs need all
         if not self._keeps_prefixes or _is_scored(newcomer):
             return []
@@ -411,7 +410,6 @@ class Scheduler:
         sample.pages = []
 
     def _keep(self, sample: RunningSample) -> None:
-        """Offer the sample's full pages to other requests (`PagePool.keep`)."""
         size = self._pool.page_size
         for number in range(sample.num_kept, sample.num_cached // size):
             before = sample.pages[number - 1] if number else ROOT

@@ -242,7 +242,6 @@ def dtype_of(config: Mapping[str, Any]) -> Any:
 
 
 def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
-    """Raise MismatchError for weights that only their own library reads."""
     stated = config.get("quantization_config")
     method = stated.get("quant_method") if isinstance(stated, dict) else None
     if method not in (None, "mxfp4"):

@@ -199,7 +199,6 @@ def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
 
 
 def _flag_faults(checkpoint: Checkpoint) -> Iterator[MismatchError]:
-    """Norm flags that contradict each other, or cannot be known."""
     for flag in FLAGS:
         values = checkpoint.stated(flag)
         if len(values) > 1 or not values <= {True, False}:

@@ -89,7 +89,6 @@ def write_head(
 
 
 def _layer_keys(config: HeadConfig) -> dict[str, Any]:
-    """The decoder layer's shape under Hugging Face's keys."""
     shape = config.model_dump(include=set(DecoderConfig.model_fields) - {"rope"})
     fixed = {key: COMPUTED[key][0] for key in ("hidden_act", "attention_bias", "mlp_bias")}
     fixed = {"model_type": "llama", **fixed, "tie_word_embeddings": False}

@@ -91,7 +91,6 @@ def runnable() -> list[Variant]:
 
 @functools.cache
 def _loaded() -> Native | str:
-    """The library, or why there is none."""
     here, failures = runnable(), []
     if not here:
         if not (known := variants.of_machine()):

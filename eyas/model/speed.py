@@ -60,7 +60,6 @@ def _random_matrix() -> BlockMatrix:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest call within SECONDS."""
     best, end = float("inf"), time.perf_counter() + SECONDS
     while (start := time.perf_counter()) < end:
         call()

@@ -171,7 +171,6 @@ class Target(NativeTarget):
         return logits.reshape(*tokens_BT.shape, -1).copy()
 
     def _rows_of(self, tokens_BT: np.ndarray) -> tuple[Rows, PagedCache]:
-        """The rows of whole sequences, and a cache of their own."""
         B, T = tokens_BT.shape
         pages = -(-T // PAGE_SIZE)
         page_table = np.arange(B * pages, dtype=np.int32).reshape(B, pages)
