@@ -221,7 +221,7 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
     if outputs:
         as_inputs = tuple(index - 1 for index in outputs)
         if outputs[0] > 1 and not entering:
-            readings.add(as_inputs)  # one of two: see layers_ambiguity
+            readings.add(as_inputs)  # one of two: see `ambiguities`
         elif outputs[0] == 1 or as_inputs not in readings:
             readings.add(tuple(outputs))
     if not readings:
