@@ -221,8 +221,9 @@ def test_a_grammar_that_fails_ends_its_request_and_changes_no_other(backend, fol
             found.setdefault((update.request_id, update.index), []).extend(update.token_ids)
             if update.error is not None:
                 errors.append((update.request_id, update.error.what))
-        if len(found.get(("fails", 0), ())) > 9 and (processes := grammar_processes(running)):
-            os.kill(processes[0], signal.SIGKILL)
+        of_grammars = children_of(running._grammars._process.process.pid)
+        if len(found.get(("fails", 0), ())) > 9 and of_grammars:
+            os.kill(of_grammars[0], signal.SIGKILL)
     assert {name for name, _ in errors} == {"fails"}
     assert len(errors) == 2, "both samples"
     assert all("the regex [!-0]{90} needs more than" in what for _, what in errors)
@@ -230,11 +231,6 @@ def test_a_grammar_that_fails_ends_its_request_and_changes_no_other(backend, fol
     found.pop(("fails", 1))
     assert found == {key: one.token_ids for key, one in expected.items() if key in found}
     idle(running)
-
-
-def grammar_processes(running: Engine) -> list[int]:
-    assert running._grammars is not None
-    return children_of(running._grammars._process.process.pid)
 
 
 def test_a_walk_in_python_is_that_of_the_library(backend, folder):

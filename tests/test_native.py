@@ -4,6 +4,7 @@ depend on the row alone.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft
-from eyas.engine.tree import tree_of
+from eyas.engine.tree import Tree, tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
 from eyas.features.capture import CaptureConfig
@@ -42,7 +43,6 @@ from eyas.model.rows import (
     Roots,
     Rows,
     prompt_rows,
-    rows_of,
     slots_of,
 )
 from eyas.model.target import Target
@@ -52,22 +52,15 @@ from eyas.operators.shape import target_shape
 from eyas.operators.tensors import array_of, arrays_of, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.oracle.draft import grown, guessed
+from tests.oracle.target import rows_of_trees
 from tests.plain_eagle import Example, PlainHead
 from tests.quantised_twin import in_eight_bits
-from tests.tiny import read_tensors, tiny_target
+from tests.tiny import LLAMA3, read_tensors, tiny_target
 from tests.tiny_head import tiny_head
 
 needs_native = pytest.mark.skipif(
     library.unavailable() is not None, reason=str(library.unavailable())
 )
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 500.0,
-}
 ODD: dict[str, Any] = {
     "hidden_size": 42,
     "intermediate_size": 74,
@@ -84,7 +77,7 @@ SHAPES = {
     "GQA of 8, head of 80": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 80},
     "long products": {"intermediate_size": 1200, "initializer_range": 0.1},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
+    "llama3 rope": {"rope_parameters": LLAMA3},
     "linear rope": {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     },
@@ -158,28 +151,11 @@ def chunk(
 
 
 def tree_rows(
-    tokens: list[int],
-    parents: list[int],
-    prefix: int,
-    page_table: np.ndarray = STRAIGHT,
-    first_column: int = 0,
+    tokens: list[int], parents: list[int], prefix: int, page_table: np.ndarray = STRAIGHT
 ) -> Rows:
-    """Nodes of one tree behind a prefix: node i lies in column prefix + i; parents[i] is an earlier
-    node or -1.
-    """
-    seen, depths = [], []
-    for i, parent in enumerate(parents):
-        seen.append((seen[parent] if parent >= 0 else 0) | 1 << i)
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    N = len(tokens)
-    request, column = np.zeros(N, dtype=np.int64), prefix + np.arange(N)
-    position = prefix - first_column + np.array(depths)
-    slot = slots_of(page_table, request, column, PAGE_SIZE)
-    bits = np.array(seen, dtype=np.uint64).view(np.int64)
-    full = np.full(N, prefix, dtype=np.int64)
-    return rows_of(
-        (np.array(tokens), request, position, slot, full, bits), page_table, first_column
-    )
+    """Nodes of one tree behind a prefix: node i lies in column prefix + i."""
+    roots = Roots([prefix], [prefix], [], page_table)
+    return rows_of_trees(roots, [Tree(tokens, parents)], PAGE_SIZE)
 
 
 def run(target: NativeTarget, cache: PagedCache, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -780,7 +756,7 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape, dtype):
     follow = roots[:1]
     for _ in range(3):  # what the target itself says, one token after the other
         rows = chunk(follow, lens[0], page_table[:1])
-        follow = [*follow, int(target.forward(rows, new_copy(caches[0])).best[-1])]
+        follow = [*follow, int(target.forward(rows, copy.deepcopy(caches[0])).best[-1])]
     parents = np.array([[-1, -1, 0, 1, 3], [-1, -1, 0, 1, 3]], dtype=np.int32)
     others = rng.integers(3, 300, 5)
     tokens = np.array([[others[0], follow[1], others[1], follow[2], others[2]], others])
@@ -811,13 +787,6 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape, dtype):
         assert np.array_equal(kept_features[0].data[filled], kept_features[1].data[filled])
     assert ours[0] == follow[1:]
     assert len(ours[1]) == 1
-
-
-def new_copy(cache: PagedCache) -> PagedCache:
-    layers, slots, width = cache.data.shape
-    copy = PagedCache(layers, slots // PAGE_SIZE, PAGE_SIZE, width, cache.data.dtype)
-    copy.data[:] = cache.data
-    return copy
 
 
 @needs_native
