@@ -12,7 +12,9 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams, Update
 from eyas.model.arrays import Array
+from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions
+from eyas.model.dialects import MAPS
 from eyas.model.library import unavailable
 from eyas.model.target import Dtype, Target
 from eyas.operators.tensors import arrays_of
@@ -32,28 +34,11 @@ def random_head(
 ) -> tuple[HeadConfig, dict[str, Array]]:
     options = HeadOptions(draft_vocab_size=draft_vocab_size, **PLAIN_NORMS)
     config = HeadConfig.for_target(target.config, options)
-    H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
-    D, layer = config.head_dim, "midlayer."
-    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
-    shapes = {
-        "fc": (H, 3 * config.target_hidden_size),
-        f"{layer}self_attn.q_proj": (q, 2 * H),
-        f"{layer}self_attn.k_proj": (kv, 2 * H),
-        f"{layer}self_attn.v_proj": (kv, 2 * H),
-        f"{layer}self_attn.o_proj": (H, q),
-        f"{layer}mlp.gate_proj": (inner, H),
-        f"{layer}mlp.up_proj": (inner, H),
-        f"{layer}mlp.down_proj": (H, inner),
-        "lm_head": (W, H),
-        f"{layer}hidden_norm": (H,),
-        f"{layer}input_layernorm": (H,),
-        f"{layer}post_attention_layernorm": (H,),
-        "norm": (H,),
-    }
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        f"{name}.weight": torch.randn(*shape, generator=generator) * 0.3
-        for name, shape in shapes.items()
+    generator, W = torch.Generator().manual_seed(seed), config.draft_vocab_size
+    shapes = {name: shape for name, shape in expected_shapes(config).items() if name not in MAPS}
+    tensors = {  # matrices first
+        name: torch.randn(*shape, generator=generator) * 0.3
+        for name, shape in sorted(shapes.items(), key=lambda one: -len(one[1]))
     }
     used = torch.randperm(config.vocab_size, generator=generator)[:W].sort().values
     tensors["d2t"] = used - torch.arange(W)
