@@ -48,13 +48,13 @@ NUM_COMMON = 12_000  # English words that are used
 NUM_WORDS = 300  # of them the first, which are words even where they are names ("will", "may")
 NUM_TOWN = 15_000  # people; smaller towns are in no list
 NO_NAME = frozenset(FILL["particles"].split())
-RENAMED = 0.65  # of the labelled sentences with a name: the share that gets other names
+RENAMED = 0.5  # of the labelled sentences with a name: the share that gets other names
 CHARACTERS = 500  # of an unlabelled text that are read
 # Sets and sources of prompts in which whoever is named is public, invented or in a word problem
 KEPT = {
     "gsm8k_train": (3000, ""),
     "tldr": (2000, ""),
-    "self_dialogue": (12_000, ""),
+    "self_dialogue": (9000, ""),
     "instructions": (
         10_000,
         "classic-books python-docs-fr python-docs-es python-docs-en opensource.guide-de banking77"

@@ -16,7 +16,7 @@ from eyas.privacy.spelling import joined
 from eyas.privacy.tagger import IS_SINGLE, LABELS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
-THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
+THRESHOLDS = {"PERSON": 0.25, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
 GROWS = 0.12  # of the tokens beside one that reaches it: a family name behind a given name
 PIECE = 1500  # characters that are tagged as one text, as long as those of training
 BOTH = 40  # characters that two pieces share, a name and a little more
