@@ -48,9 +48,7 @@ TRAIN = TrainConfig(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target, its greedy answers, their features in both splits, and a head that has seen too
-    much of them.
-    """
+    """A target, its greedy answers, their features in both splits, and a head that overfits."""
     folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
     target = Target.load(folder)
     conversations = greedy_answers(folder, 16, max_tokens=24)
@@ -62,7 +60,6 @@ def made(tmp_path_factory):
 
 
 def run(target, head, output, features, **settings) -> Manifest:
-    """An evaluation on the held-out split; output: an artifact or its path."""
     output = output if isinstance(output, Artifact) else Artifact(str(output))
     return evaluate(EvalConfig(**settings), str(target), head.url, output, features)
 
@@ -72,7 +69,7 @@ def held_out(features):
 
 
 def test_predicts_what_the_engine_does(made, tmp_path):
-    """Chains in fp32: the histogram of accepted drafts is the engine's own, round for round."""
+    """Chains in fp32: the engine's histogram of accepted drafts, round for round."""
     folder, target, conversations, features, head = made
     output = Artifact(str(tmp_path))
     manifest = run(folder, head, output, held_out(features), num_draft_steps=K)
@@ -149,11 +146,7 @@ def test_nothing_held_out(made, tmp_path):
 
 def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():
     batch = made_up_batch([[False, True, True, True, True, False], [True] * 4])
-    slots = Slots.where(
-        torch.tensor(
-            [[True, True, True, False, False, False], [True, True, False, False, False, False]]
-        )
-    )
+    slots = Slots.where(torch.tensor([[True] * 3 + [False] * 3, [True] * 2 + [False] * 4]))
     x, y = batch.tokens_BT.tolist()
     drafts_NK = torch.tensor(
         [
@@ -169,10 +162,8 @@ def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():
 
 @given(st.lists(st.booleans(), max_size=12))
 def test_runs_are_the_true_stretches(flags):
-    found = list(runs(flags))
-    assert [flag for first, end in found for flag in range(first, end)] == [
-        at for at, flag in enumerate(flags) if flag
-    ]
+    found, true = list(runs(flags)), [at for at, flag in enumerate(flags) if flag]
+    assert [at for first, end in found for at in range(first, end)] == true
     assert all(end < start for (_, end), (start, _) in pairwise(found))
 
 
@@ -182,9 +173,7 @@ def test_runs_are_the_true_stretches(flags):
 )
 @settings(max_examples=100)
 def test_the_ceiling_on_tau_is_the_best_of_all_ways_to_go_through_the_answers(answers, steps):
-    """By trying them all: a round may accept any number of drafts up to what the vocabulary
-    allows.
-    """
+    """A round may accept any number of drafts up to what the vocabulary allows."""
 
     def fewest(answer):
         @cache
@@ -232,9 +221,6 @@ def test_figures_of_parts_add_up_to_the_whole():
     assert {name: one["rounds"] for name, one in whole["by_language"].items()} == {"de": 3, "en": 2}
 
 
-# Two heads
-
-
 numbers = itertools.count()  # of prompts
 
 
@@ -246,17 +232,15 @@ def answer(emitted, rounds, source="a", prompt=None):
 
 
 def test_answers_to_one_prompt_are_one_row_of_an_interval():
-    """The same answer five times knows no more than once; so does a pair of heads."""
+    """The same answer five times is no more evidence than once; so for a pair of heads."""
     rng = random.Random(0)
     once = [answer(61, rng.randint(20, 60), prompt=f"p{number}") for number in range(20)]
     five = [one for one in once for _ in range(5)]
     assert figures(five, 99)["tau_interval"] == figures(once, 99)["tau_interval"]
     assert (figures(five, 99)["answers"], figures(five[:25], 99)["tau_interval"]) == (100, None)
     better = [replace(one, counts=answer(61, one.counts.rounds - 3).counts) for one in once]
-    alone, together = (
-        compare(once, better),
-        compare(five, [one for one in better for _ in range(5)]),
-    )
+    alone = compare(once, better)
+    together = compare(five, [one for one in better for _ in range(5)])
     assert together["all"]["change_interval"] == alone["all"]["change_interval"]
     assert (together["all"]["answers"], together["all"]["prompts"]) == (100, 20)
 
@@ -279,7 +263,7 @@ def test_intervals_are_paired_so_that_a_small_gain_is_seen():
 
 
 def test_what_rests_on_few_conversations_says_so_and_its_interval_is_wider():
-    """By Student's t: of 14 by a seventh, of 1,000 by nothing; of 5 there is none."""
+    """By Student's t: of 14 by a seventh, of 1,000 by nothing; none of 5."""
     rng = random.Random(1)
     pairs = [(answer(61, 30), answer(61, rng.randint(24, 34))) for _ in range(1000)]
     widths = {}

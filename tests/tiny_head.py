@@ -27,9 +27,7 @@ def tiny_head(
     dtype: torch.dtype = torch.float32,
     **flags: Any,
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names.
-    flags: HeadConfig's.
-    """
+    """A random head for a target: config, and tensors by EAGLE's names. flags: HeadConfig's."""
     vocabulary = TargetVocabulary.load(target)
     options = HeadOptions(draft_vocab_size=draft_vocab_size, **PLAIN_NORMS)
     config = HeadConfig.for_target(vocabulary.config, options)
@@ -50,7 +48,6 @@ def tiny_head(
 
 
 def write_folder(files: dict[str, bytes], folder: Path) -> Path:
-    """Put files into a new folder and return it."""
     folder.mkdir(parents=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -58,15 +55,11 @@ def write_folder(files: dict[str, bytes], folder: Path) -> Path:
 
 
 def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> Path:
-    """A random head in one form on disk; the vLLM form with the target's embeddings. options:
-    tiny_head's.
-    """
-    config, tensors = tiny_head(target, **options)
-    embed_tokens = (
-        array_of(TargetVocabulary.load(target).embed_tokens.to(tensors["fc.weight"].dtype))
-        if form == "vllm"
-        else None
-    )
+    """A random head on disk, in vLLM's form with the target's embeddings. options: tiny_head's."""
+    (config, tensors), embed_tokens = tiny_head(target, **options), None
+    if form == "vllm":
+        lent = TargetVocabulary.load(target).embed_tokens
+        embed_tokens = array_of(lent.to(tensors["fc.weight"].dtype))
     verifier = Verifier(str(target), ("LlamaForCausalLM",), embed_tokens)
     return write_folder(write_head(config, tensors, form, verifier), folder)
 
