@@ -12,7 +12,7 @@ import torch
 
 from eyas.artifact import Artifact
 from eyas.errors import MismatchError, MissingInputError
-from eyas.export.check import CheckFinding, check, check_is_head, exit_code, in_order
+from eyas.export.check import CheckFinding, check, exit_code, in_order
 from eyas.model.config import RopeConfig
 from eyas.operators.tensors import write_head
 from eyas.operators.vocab import TargetVocabulary
@@ -384,7 +384,7 @@ def test_an_export_is_no_head_but_says_where_they_are(target, tmp_path):
     with pytest.raises(MissingInputError) as error:
         check(tmp_path / "export", target)
     assert all(str(tmp_path / "export" / form) in error.value.hint for form in ("sglang", "vllm"))
-    check_is_head(tmp_path / "export" / "vllm")
+    assert check(tmp_path / "export" / "vllm", target) == []
 
 
 def test_a_verifier_that_is_another_target_is_named(target, tmp_path):

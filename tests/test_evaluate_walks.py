@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from eyas.artifact import Artifact
-from eyas.chat import Chat
 from eyas.errors import MismatchError
 from eyas.evaluate.breakdown import WAYS
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import HookedAnswers, ModelsConfig, PromptSet, decode
+from eyas.evaluate.trees import decode, hooked_samples
 from eyas.evaluate.walks import (
     AnswerWalks,
     WalkedRound,
@@ -27,6 +26,7 @@ from eyas.features.conversation import Sampling
 from eyas.log import quiet
 from eyas.operators.batch import Batch
 from eyas.operators.chain import matched_spans
+from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
@@ -49,7 +49,6 @@ from tests.tiny_prompts import (
 
 COUNT, TOKENS = 8, 24
 TREES = ("fixed(4,2,6)", "fixed(3,1,4)", "fixed(5,3,9)", "fixed(1,2,3)")
-FLOAT32 = ModelsConfig(dtype="float32", max_length=200)
 # a hybrid with experts, windows with heads of two sizes, layer norms without a rope
 FOREIGN = ("qwen3_next", "gemma4", "opt")
 
@@ -98,11 +97,9 @@ def test_a_tree_on_features_is_the_engines_round_for_round(world, vocabulary, tr
 
 def test_answers_of_transformers_give_the_engines_rounds(world, vocabulary):
     folder, head, models, requests, samples = world
-    asked = prompt_set(folder, COUNT), TOKENS, 0
-    hooked = HookedAnswers.load(str(folder), FLOAT32, *asked)
-    walks = AnswerWalks.load(vocabulary, head.url, TREES[:1])
-    told = []
-    for part in hooked.samples(0.0, lambda done, total=None, note="": told.append((done, total))):
+    walks, told = AnswerWalks.load(vocabulary, head.url, TREES[:1]), []
+    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0
+    for part in hooked_samples(*asked, lambda done, total, note="": told.append((done, total))):
         for one, other in zip(part, samples[len(rounds_of(walks)) :], strict=False):
             assert torch.equal(one.token_ids, other.token_ids)
             torch.testing.assert_close(one.last_hidden, other.last_hidden, rtol=1e-4, atol=1e-4)
@@ -175,10 +172,9 @@ def test_a_cold_target_accepts_what_the_greedy_one_does(world, vocabulary):
 def test_rounds_of_sampled_answers_are_what_is_expected(world, vocabulary):
     """On average: an answer is one draw of many."""
     folder, head, *_ = world
-    prompts = PromptSet.of(eval_prompts(40), Chat(folder), 150)
-    hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 3)
+    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, 40), TOKENS, 1.0, 3, quiet
     walks = AnswerWalks.load(vocabulary, head.url, ["fixed(4,2,6)"]).at(1.0)
-    answers = [sample for part in hooked.samples(1.0, quiet) for sample in part]
+    answers = [sample for part in hooked_samples(*asked) for sample in part]
     walks.add(answers, ["en"] * len(answers))
     (entry,) = walks.entries(1.0)
     assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=0.1)
@@ -208,9 +204,8 @@ def test_how_answers_were_drawn_is_read_from_their_manifest(asked, stated, known
 def foreign(request, tmp_path_factory):
     """A target, its greedy answers by transformers as features, and a head that learned them."""
     folder = saved_architecture(tmp_path_factory.getbasetemp(), request.param)
-    prompts = PromptSet.of(eval_prompts(COUNT), Chat(folder), 150)
-    hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 0)
-    samples = [sample for part in hooked.samples(0.0, quiet) for sample in part]
+    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0, quiet
+    samples = [sample for part in hooked_samples(*asked) for sample in part]
     root = tmp_path_factory.mktemp(request.param)
     vocabulary = TargetVocabulary.load(folder)
     features = write_features(root / "features", vocabulary, samples, samples)

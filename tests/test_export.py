@@ -230,17 +230,12 @@ def test_a_head_is_published_under_a_version_that_never_changes(target, head, tm
         names = {"model_name": "owner/model", "head_version": version, "temperature": "0"}
         assert all(rule["labels"] == names for rule in rules.values())
         assert len(rules) == 4
-    made(target, head, tmp_path / "other")
+    # without the tau of the drafts that are launched there are no series
+    done = made(target, head, tmp_path / "other", evaluation, speculation="fixed(2,2,4)")
+    assert not any(name.endswith("prometheus.yaml") for name in done.files)
     assert publish(Artifact(str(tmp_path / "other")), versions) != url
     with pytest.raises(MissingInputError, match="unfinished"):
         publish(Artifact(str(tmp_path)), versions)
-
-
-def test_a_card_without_the_drafts_that_are_launched_has_no_series(target, head, tmp_path):
-    values = {**MEASURED, "trees": [tree("fixed(6,3,12)", 2.5)]}
-    evaluation = measured(head, tmp_path / "eval", values)
-    done = made(target, head, tmp_path / "export", evaluation, speculation="fixed(2,2,4)")
-    assert not any(name.endswith("prometheus.yaml") for name in done.files)
 
 
 def other_target(target, folder):
@@ -511,17 +506,12 @@ def test_a_card_says_what_it_does_not_know(target, head, tmp_path):
 
 
 @pytest.mark.parametrize("chains", [{}, {"tau_by_num_draft_steps": [2.0]}])
-def test_a_card_says_chains_only_where_chains_were_walked(target, head, tmp_path, chains):
-    told = {**MEASURED, "trees": [tree("fixed(4,2,9)", 2.5)], "assumes": "fixed(4,2,9)", **chains}
-    told["tau_interval"] = None
-    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
-    text = card_of(tmp_path / "export")
-    assert ("By chains on stored features tau is" in text) == bool(chains)
-    assert ("It assumes fixed(4,2,9)." in text) != bool(chains)
-
-
-def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, head, tmp_path):
+def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(
+    target, head, tmp_path, chains
+):
     told = {
+        **chains,
+        "assumes": "fixed(4,4,16)",
         "tau": 2.718,
         "tau_interval": [2.5, 2.9],
         "accept_hist": [5, 3, 2],
@@ -540,6 +530,8 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     }
     made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
     text = card_of(tmp_path / "export")
+    assert ("By chains on stored features tau is" in text) == bool(chains)
+    assert ("It assumes fixed(4,4,16)." in text) != bool(chains)
     assert "tau 3.50 (95 %: 3.25-3.75) on held-out answers" in text
     assert "own included) with `fixed(4,4,16)`.\n" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
@@ -549,8 +541,5 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
     assert "accept_hist: 5, 3, 2\n" in text
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
-    assert {one.dataset_name: one.metric_value for one in card.data.eval_results} == {
-        "all held-out answers": 3.5,
-        "sgd": 4.0,
-        "gsm8k": 3.25,
-    }
+    taus = {one.dataset_name: one.metric_value for one in card.data.eval_results}
+    assert taus == {"all held-out answers": 3.5, "sgd": 4.0, "gsm8k": 3.25}

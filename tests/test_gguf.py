@@ -46,7 +46,6 @@ from eyas.operators.tensors import array_of
 from tests.architectures import save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.target import logits_of
-from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import read_tensors, tiny_target
 
 Kind = gguf.GGMLQuantizationType
@@ -385,12 +384,6 @@ def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypa
     file.write_bytes(of_tensor(file.read_bytes(), 4 + 16, 999))
     with pytest.raises(MismatchError, match="installed gguf does not know"):
         resolve_target(str(file))
-
-
-def test_a_command_says_what_is_wrong_with_a_file(tmp_path):
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
-    result = run_eyas("serve", "--target", str(tmp_path / "cut.gguf"))
-    assert_one_clear_error(result, "no whole GGUF file")
 
 
 def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_path, tiny):

@@ -278,14 +278,17 @@ def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, lev
     assert [finding.level for finding in findings] == ([level] if level else [])
 
 
-def trained_with(folder: Path, flag: str):
-    """Target, config, tensors, answers: a tiny head with a flag that learned answers by heart."""
-    target = Target.load(folder)
+FLAGS = {"norm_before_residual": True, "norm_output": True}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny):
+    """Target, config, tensors, answers: a tiny head with both flags that overfits its answers."""
+    target = Target.load(tiny)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (12, 8), generator=generator).tolist()
-    answers = [one for one in decoded(target, folder, prompts) if sum(one.mask) > 20]
-    config, _ = tiny_head(folder, 320)
-    config = changed(config, **{flag: True})
+    answers = [one for one in decoded(target, tiny, prompts) if sum(one.mask) > 20]
+    config = changed(tiny_head(tiny, 320)[0], **FLAGS)
     torch.manual_seed(0)
     head = Head(config)
     for weight in head.parameters():
@@ -314,20 +317,20 @@ def trained_with(folder: Path, flag: str):
     return target, config, tensors, answers
 
 
-@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
-    target, config, tensors, answers = trained_with(tiny, flag)
+def test_a_lost_flag_is_found_by_what_it_costs(trained):
+    target, config, tensors, answers = trained
     declared, *others = replayed(config, tensors, target, answers)
     assert declared.tau > 2, declared
     assert list(reading_findings([declared, *others])) == []
-    lost = changed(config, **{flag: False})
-    (finding,) = reading_findings(replayed(lost, tensors, target, answers))
-    assert finding.level == "error"
-    assert f"{flag} on" in finding.what
+    for flag in FLAGS:
+        lost = changed(config, **{flag: False})
+        (finding,) = reading_findings(replayed(lost, tensors, target, answers))
+        assert finding.level == "error"
+        assert f"{flag} on" in finding.what
 
 
-def test_a_replay_through_transformers_is_our_engines(tiny):
-    target, config, tensors, _ = trained_with(tiny, "norm_output")
+def test_a_replay_through_transformers_is_our_engines(trained, tiny):
+    target, config, tensors, _ = trained
     hooked, vocabulary = HookedDecoder.load(tiny, "float32"), TargetVocabulary.load(tiny)
     meant, scores = [HeadReading(DECLARED, config, tensors)], []
     for one in (target, hooked):

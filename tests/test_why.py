@@ -38,7 +38,7 @@ def test_every_reading_is_a_head_and_says_what_to_do(tiny, flags):
     assert len({one.name for one in found}) == len(found) >= 9
     for one in found:
         head_of(one.config, one.tensors)  # its tensors fit its config
-        assert one.says
+        assert one.hint
         assert one.config != config or one.tensors is not tensors
 
 

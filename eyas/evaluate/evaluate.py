@@ -23,10 +23,10 @@ from eyas.evaluate.breakdown import WAYS, AnswerCounts
 from eyas.evaluate.comparison import FEW, compare
 from eyas.evaluate.trees import (
     EvalPrompt,
-    HookedAnswers,
     Models,
     ModelsConfig,
     PromptSet,
+    hooked_samples,
     measure_tree,
     prompts_digest,
 )
@@ -38,7 +38,7 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.target import resolve_dtype, stored_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
-from eyas.operators.decoder import default_device
+from eyas.operators.decoder import HookedDecoder, default_device
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import Flag, Settings
@@ -203,8 +203,6 @@ def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) ->
 
 
 class HeadMeasurement:
-    """A head loaded to be measured on features, prompts, or both."""
-
     def __init__(
         self,
         config: EvalConfig,
@@ -218,7 +216,7 @@ class HeadMeasurement:
         is_own = isinstance(shape, TargetConfig)
         self._config, self._chat, self._features = config, Chat(folder), features
         self._models: Models | None = None
-        self._hooked: HookedAnswers | None = None
+        self._hooked: HookedDecoder | None = None
         if prompts:
             longest = config.max_prompt_tokens
             if not is_own:
@@ -235,8 +233,12 @@ class HeadMeasurement:
             self._on_features = AnswerWalks.load(*given)
         if prompts and not is_own:
             self._on_answers = AnswerWalks.load(vocabulary, files, config.trees)
-            asked = self._prompts, config.max_tokens, config.seed
-            self._hooked = HookedAnswers.load(folder, config.models, *asked)
+            try:
+                self._hooked = HookedDecoder.load(folder, config.models.dtype)
+            except MismatchError as error:
+                server = "`eyas generate` and `eyas capture` by a server"
+                hint = f"{error.hint}; {server}, then --features without --prompts"
+                raise MismatchError(error.what, hint) from error
 
     def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
         """eval.json's content, and the counts of the answers: of the first tree at the first
@@ -281,7 +283,8 @@ class HeadMeasurement:
             if self._hooked is not None:
                 walks = self._on_answers.at(temperature)
                 languages = iter([prompt.language for prompt in prompts.prompts])
-                for samples in self._hooked.samples(temperature, _part_of(track, number, count)):
+                asked = self._hooked, prompts, config.max_tokens, temperature, config.seed
+                for samples in hooked_samples(*asked, _part_of(track, number, count)):
                     walks.add(samples, list(islice(languages, len(samples))))
                 facts = {"language_of": "prompts", "by": "transformers"}
                 yield walks.entries(temperature, **facts), walks.answers()

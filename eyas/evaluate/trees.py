@@ -21,7 +21,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.tree import Speculation
-from eyas.errors import EmptyInputError, EyasError, MismatchError, TemplateError
+from eyas.errors import EmptyInputError, EyasError, TemplateError
 from eyas.evaluate.breakdown import AnswerCounts, tree_entry
 from eyas.language import language
 from eyas.log import Track
@@ -189,49 +189,32 @@ def measure_tree(
     return tree_entry(tree, drawn, answers, is_known, **facts), answers
 
 
-@dataclass(frozen=True, slots=True)
-class HookedAnswers:
-    """Answers of transformers' model of a target."""
-
-    decoder: HookedDecoder
-    prompts: PromptSet
-    max_tokens: int
-    seed: int
-
-    @classmethod
-    def load(
-        cls, folder: str, config: ModelsConfig, prompts: PromptSet, max_tokens: int, seed: int
-    ) -> HookedAnswers:
-        """Raises MismatchError (its hint avoids the model), MissingInputError, CorruptError."""
-        try:
-            decoder = HookedDecoder.load(folder, config.dtype)
-        except MismatchError as error:
-            hint = (
-                "`eyas generate` and `eyas capture` by a server, then --features without --prompts"
+def hooked_samples(
+    decoder: HookedDecoder,
+    prompts: PromptSet,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    track: Track,
+) -> Iterator[list[Sample]]:
+    """transformers' answers with their hidden states, in the prompts' order."""
+    asked = list(zip(prompts.prompts, prompts.prompt_ids, strict=True))
+    for first in range(0, len(asked), AT_ONCE):
+        part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []
+        for number, (prompt, ids) in enumerate(part):
+            answer = decoder.answer(ids, max_tokens, temperature, mixed_seed(seed, prompt.id))
+            rows.append([*ids, *answer])
+            masks.append(torch.arange(len(rows[-1])) >= len(ids))
+            track(first + number + 1, len(asked))
+        states = decoder.states(rows)
+        yield [
+            Sample(
+                prompt.id,
+                torch.tensor(row, dtype=torch.int32),
+                mask,
+                states.aux_hidden[b, : len(row)].cpu(),
+                states.last_hidden[b, : len(row)].cpu(),
+                prompt.source,
             )
-            raise MismatchError(error.what, f"{error.hint}; {hint}") from error
-        return cls(decoder, prompts, max_tokens, seed)
-
-    def samples(self, temperature: float, track: Track) -> Iterator[list[Sample]]:
-        """Answers with their hidden states, in the prompts' order."""
-        asked = list(zip(self.prompts.prompts, self.prompts.prompt_ids, strict=True))
-        for first in range(0, len(asked), AT_ONCE):
-            part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []
-            for number, (prompt, ids) in enumerate(part):
-                seed = mixed_seed(self.seed, prompt.id)
-                answer = self.decoder.answer(ids, self.max_tokens, temperature, seed)
-                rows.append([*ids, *answer])
-                masks.append(torch.arange(len(rows[-1])) >= len(ids))
-                track(first + number + 1, len(asked))
-            states = self.decoder.states(rows)
-            yield [
-                Sample(
-                    prompt.id,
-                    torch.tensor(row, dtype=torch.int32),
-                    mask,
-                    states.aux_hidden[b, : len(row)].cpu(),
-                    states.last_hidden[b, : len(row)].cpu(),
-                    prompt.source,
-                )
-                for b, ((prompt, _), row, mask) in enumerate(zip(part, rows, masks, strict=True))
-            ]
+            for b, ((prompt, _), row, mask) in enumerate(zip(part, rows, masks, strict=True))
+        ]

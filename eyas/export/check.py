@@ -116,7 +116,11 @@ def check(
     target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
     vocabulary = StoredMatrices.load(target_folder)
     shape = vocabulary.config
-    check_is_head(folder)
+    below = [str(folder / form) for form in FORMS if (folder / form / CONFIG_JSON).is_file()]
+    if below and not any((folder / name).is_file() for name in (CONFIG_JSON, HEAD_JSON)):
+        raise MissingInputError(
+            f"{folder} is an export: the heads lie below it", f"give {' or '.join(below)}"
+        )
     checkpoint = open_checkpoint(folder)
     findings = [*changed_findings(folder), *twin_findings(folder)]
     findings += errors(setting_faults(checkpoint))
@@ -148,15 +152,6 @@ def replayed_by(target: str | Path) -> str:
     return OWN_ENGINE if isinstance(shape, TargetConfig) else "transformers"
 
 
-def check_is_head(folder: Path) -> None:
-    """Raise MissingInputError for an export's folder, whose heads lie one level below."""
-    below = [str(folder / form) for form in FORMS if (folder / form / CONFIG_JSON).is_file()]
-    if below and not any((folder / name).is_file() for name in (CONFIG_JSON, HEAD_JSON)):
-        raise MissingInputError(
-            f"{folder} is an export: the heads lie below it", f"give {' or '.join(below)}"
-        )
-
-
 def changed_findings(folder: Path) -> Iterator[CheckFinding]:
     """Files that differ from eyas's manifest, here or in the folder above."""
     folder = folder.resolve()
@@ -181,8 +176,6 @@ def changed_findings(folder: Path) -> Iterator[CheckFinding]:
 
 
 def twin_findings(folder: Path) -> Iterator[CheckFinding]:
-    """Weights that are stored twice and differ."""
-
     def stored(name: str) -> dict[str, Array]:
         is_index = name in (INDEX, PICKLE_INDEX)
         tensors = (
@@ -243,7 +236,6 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
 def vocabulary_findings(
     checkpoint: Checkpoint, config: HeadConfig, vocabulary: StoredMatrices
 ) -> Iterator[CheckFinding]:
-    """Embeddings, lm_head and end tokens."""
     if not config.target_lm_head_sha256:
         what = "the head does not say which lm_head it was trained against"
         yield CheckFinding("note", what, "only eyas writes its hash; a good replay is as good")
@@ -331,7 +323,6 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
 
 
 def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
-    """What the engine of this form needs beside a correct head."""
     named = checkpoint.settings.get("architectures") or []
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
         yield warning(

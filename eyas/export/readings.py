@@ -28,12 +28,12 @@ HeadTensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadReading:
-    """A way to read a head. tensors: by EAGLE's names. says: what to do if it is the right one."""
+    """A way to read a head. tensors: by EAGLE's names. hint: what to do if it is the right one."""
 
     name: str
     config: HeadConfig
     tensors: HeadTensors
-    says: str = CONFIG
+    hint: str = CONFIG
 
 
 def misreadings(

@@ -267,7 +267,7 @@ def acceptance(
     reading: HeadReading, batches: Sequence[AnswerBatch], vocabulary: TargetVocabulary
 ) -> ReadingScore:
     head = head_of(reading.config, reading.tensors)
-    score, known = ReadingScore(reading.name, [], reading.says), list[Tensor]()
+    score, known = ReadingScore(reading.name, [], reading.hint), list[Tensor]()
     for batch in batches:
         spans_of_row = defaultdict[int, list[list[int]]](list)
         features = batch.features(reading.config.taps)

@@ -52,13 +52,13 @@ class ReadingScore:
     """What a reading's chains of NUM_DRAFT_STEPS accepted. answers: of each the matches of its
     spans, for `tau.RoundCounts.add_answer`.
 
-    says: as in `readings.HeadReading`. kinds: of the answers' prompts. covered: share of the
+    hint: as in `readings.HeadReading`. kinds: of the answers' prompts. covered: share of the
     answers' tokens in the draft vocabulary.
     """
 
     reading: str
     answers: list[list[list[int]]]
-    says: str = ""
+    hint: str = ""
     kinds: list[str] = field(default_factory=list)
     covered: float = 1.0
 
@@ -222,7 +222,7 @@ def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
             f"why: read as {names}: tau {declared.tau:.2f} -> {best.score.tau:.2f}, "
             f"{best.ratio:.2f} times ({low:.2f} to {high:.2f}, {CONFIDENCE:.0%} for the "
             f"{len(scores) - 1} readings together)",
-            "; ".join(dict.fromkeys(one.score.says for one in found)),
+            "; ".join(dict.fromkeys(one.score.hint for one in found)),
         )
         return
     what = f"no other reading makes tau ({declared.tau:.2f}) jump"

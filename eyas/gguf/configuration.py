@@ -6,15 +6,13 @@ Keys that a file lacks are constants of the architecture, as in llama.cpp's src/
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eyas.errors import CorruptError, MismatchError
 from eyas.families import ALL_SLIDING, FAMILIES, Family
-from eyas.gguf.file import GgufFile, dequantised
+from eyas.gguf.file import GgufFile, dequantised_rows
 
 SOURCE = "gguf"  # key in config.json: the file's name and the types of its matrices
 READ = ", ".join(sorted({family.gguf for family in FAMILIES.values() if family.gguf}))
@@ -226,7 +224,8 @@ def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any
 
 
 def _decimals(file: GgufFile, name: str) -> list[float]:
-    return [float(str(value)) for value in dequantised(file.tensors[name])]
+    stored = file.tensors[name]
+    return [float(str(value)) for value in dequantised_rows(stored.data, stored.kind)]
 
 
 def yarn(file: GgufFile, family: Family) -> dict[str, Any]:
@@ -251,29 +250,20 @@ def yarn(file: GgufFile, family: Family) -> dict[str, Any]:
 
 def llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     """The parameters of one of Llama 3.1's models that give the file's factors; None if none do."""
-    factors = dequantised(file.tensors[ROPE_FACTORS])
-    base = float(file.of_model("rope.freq_base", 10000.0))
-    for factor, high in ((8.0, 4.0), (16.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
-        scaling = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": 8192,
-        }
-        expected = llama3_factors(scaling, base, head_dim)
-        if len(factors) == len(expected) and np.allclose(factors, expected, rtol=1e-3):
-            return scaling
-    return None
-
-
-def llama3_factors(scaling: Mapping[str, Any], base: float, head_dim: int) -> NDArray[np.float64]:
-    """Divisors of the frequencies [head_dim / 2], from 1 for short waves to `factor` for long ones
-    (Llama 3.1's reference code).
-    """
-    length = scaling["original_max_position_embeddings"]
-    low = scaling["low_freq_factor"]
-    span = scaling["high_freq_factor"] - low or 1e-30
+    stored = file.tensors[ROPE_FACTORS]
+    found = dequantised_rows(stored.data, stored.kind)
+    base, low, length = float(file.of_model("rope.freq_base", 10000.0)), 1.0, 8192
     waves = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((length / waves - low) / span, 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - smooth) / scaling["factor"] + smooth))
+    for factor, high in ((8.0, 4.0), (16.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
+        # Llama 3.1's reference code: 1 for short waves, `factor` for long ones
+        smooth = np.clip((length / waves - low) / (high - low or 1e-30), 0.0, 1.0)
+        expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+        if len(found) == len(expected) and np.allclose(found, expected, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": length,
+            }
+    return None

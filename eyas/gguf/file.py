@@ -290,11 +290,6 @@ def release(data: NDArray[Any]) -> None:
         owner.madvise(mmap.MADV_DONTNEED)
 
 
-def dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
-    """The values of a tensor. Raises NotImplementedError."""
-    return dequantised_rows(tensor.data, tensor.kind)
-
-
 def dequantised_rows(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
     """The values of rows as stored, in memory of their own. Raises NotImplementedError."""
     values = np.ascontiguousarray(gguf.dequantize(data, kind), np.float32)
