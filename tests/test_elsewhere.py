@@ -89,8 +89,8 @@ def world(tmp_path_factory) -> tuple[Path, Artifact]:
     folder = tmp_path_factory.mktemp("world")
     target = tiny_target(folder / "target", num_hidden_layers=8)
     loaded = Target.load(target)
-    samples = samples_of(loaded, greedy_answers(target, 24), "sample")
-    return target, write_features(folder / "features", loaded, samples[:16], samples[16:])
+    samples = samples_of(loaded, greedy_answers(target, 12), "sample")
+    return target, write_features(folder / "features", loaded, samples[:8], samples[8:])
 
 
 @contextmanager

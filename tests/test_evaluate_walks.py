@@ -239,24 +239,27 @@ def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_fea
 
 
 def test_prompts_are_answered_by_transformers(foreign, on_features, tmp_path):
-    """By the command, with the rounds of the features."""
-    folder, head, *_ = foreign
+    """By the command, with the rounds of the features; sampled for one of the targets."""
+    folder, head, *_, vocabulary = foreign
+    drawn = [0.0, 1.0] if vocabulary.config.family == "opt" else [0.0]
     prompts = prompts_file(tmp_path, COUNT)
     words = ("eval", head.url, "-t", folder, "-o", tmp_path / "out", "--prompts", prompts)
     words += ("--trees", "fixed(4,2,6) fixed(4,1,5)", "-s", f"max_tokens={TOKENS}")
+    words += ("--temperatures", " ".join(map(str, drawn)))
     shown = run_eyas(*words)
     assert shown.exit_code == 0, shown.output
     result = Artifact(str(tmp_path / "out")).read_json("eval.json")
     measured = [(one["speculation"], one["temperature"], one["by"]) for one in result["trees"]]
     trees = "fixed(4,2,6)", "fixed(4,1,5)"
-    assert measured == [(tree, t, "transformers") for t in (0.0, 1.0) for tree in trees]
+    assert measured == [(tree, t, "transformers") for t in drawn for tree in trees]
     for one, stored in zip(result["trees"], on_features["trees"], strict=False):
         assert one["accept_hist"] == stored["accept_hist"]
     assert result["by_source"].keys() == {one.source for one in eval_prompts(COUNT)}
-    assert [one["temperature"] for one in result["trees"] if "expected_tau" in one] == [1.0, 1.0]
+    sampled = [one["temperature"] for one in result["trees"] if "expected_tau" in one]
+    assert sampled == [1.0, 1.0] * (len(drawn) - 1)
     told = " ".join(shown.stdout.split())
     assert WAYS["transformers"] in told
-    assert "expected over all that the target could have drawn" in told
+    assert ("expected over all that the target could have drawn" in told) == bool(sampled)
     assert json.loads(shown.stdout.splitlines()[-1])["ways"] == {"trees": WAYS["transformers"]}
 
 

@@ -387,9 +387,7 @@ def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
 
 
 @pytest.mark.parametrize("whose", THEIR_KEYS)
-def test_any_head_is_exported_and_comes_back_the_same_from_every_form(
-    target, head, tmp_path, whose
-):
+def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, whose):
     """Theirs -> ours -> each form -> ours: config and tensors bit by bit."""
     shape = TargetVocabulary.load(target).config
     source = saved_by_others(

@@ -33,11 +33,13 @@ from tests.tiny_batch import (
 )
 from tests.tiny_engine import load_as
 from tests.tiny_head import (
+    FLAGS,
     PLAIN_NORMS,
     edit_config,
     edit_tensors,
     head_folder,
     tiny_head,
+    with_flags,
     write_folder,
 )
 
@@ -55,18 +57,6 @@ def test_weights_have_eagles_names_and_start_as_nan(flags):
         assert weight.isnan().all(), name
         assert weight.dtype == torch.float32
         assert weight.requires_grad
-
-
-FLAGS = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
-    {"fc_norm": True},
-    {"norm_output": True},
-    {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
-    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-]
-with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 
 
 @with_flags

@@ -287,7 +287,7 @@ def trained(tiny):
     target = Target.load(tiny)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (12, 8), generator=generator).tolist()
-    answers = [one for one in decoded(target, tiny, prompts) if sum(one.mask) > 20]
+    answers = [one for one in decoded(target, prompts) if sum(one.mask) > 20]
     config = changed(tiny_head(tiny, 320)[0], **FLAGS)
     torch.manual_seed(0)
     head = Head(config)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from eyas.operators.tensors import array_of, write_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 
 PLAIN_NORMS = {"fc_norm": False, "norm_output": False}  # EAGLE-3's own norms
+FLAGS: list[dict[str, bool]] = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    # what speculators trains by default
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+]
+with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 
 
 def tiny_head(

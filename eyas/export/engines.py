@@ -149,7 +149,7 @@ class EngineAbilities:
     reads another's form. options: by model_type, that the command needs. unread: flags of the
     head's config that it does not read, and the effect; where: the place in its source. any_taps:
     whether every list of layers has one reading. own_embeddings: whether it uses the head's.
-    needs_lm_head: in the head's file. target_embeddings: whether its form holds them.
+    needs_lm_head: in the head's file. target_embeddings: whether its form holds the target's.
     """
 
     title: str

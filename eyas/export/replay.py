@@ -85,7 +85,7 @@ def continued(
     texts = ("\n".join(turn["content"] for turn in turns) for turns, _ in conversations(text))
     prompts = [tokenizer.encode(one).ids for one in islice(texts, NUM_CONVERSATIONS)]
     short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
-    return usable(decoded(target, folder, short, True, track), text, "give other text")
+    return usable(decoded(target, short, True, track), text, "give other text")
 
 
 def answered(
@@ -103,8 +103,7 @@ def answered(
     """
     chat = Chat(folder)
     kept: list[AnswerTokens] = []
-    prompts: list[list[int]] = []
-    kinds: list[str] = []
+    prompts: list[tuple[list[int], str]] = []
     refused: Counter[str] = Counter()
     for messages, kind in islice(conversations(text), 4 * num_conversations):
         if len(kept) + len(prompts) == num_conversations:
@@ -116,30 +115,27 @@ def answered(
                 token_ids = (prompt_ids + answer_ids)[:most_tokens]
                 kept.append(AnswerTokens(token_ids, mask[:most_tokens], kind))
             elif len(prompt_ids := chat.prompt_ids(messages)) <= PROMPT_TOKENS:
-                prompts.append(prompt_ids)
-                kinds.append(kind)
+                prompts.append((prompt_ids, kind))
         except TemplateError as error:
             refused[error.what] += 1
     if refused:
         data = {"text": str(text), "reasons": dict(refused)}
         log.warning("conversations are left out", extra={"data": data})
-    made = decoded(target, folder, prompts, track=track) if prompts else []
-    found = kept + [replace(one, kind=kind) for one, kind in zip(made, kinds, strict=True)]
-    return usable(found, text, "give prompts that fit its chat template")
+    made = decoded(target, [ids for ids, _ in prompts], track=track) if prompts else []
+    kept += [replace(one, kind=kind) for one, (_, kind) in zip(made, prompts, strict=True)]
+    return usable(kept, text, "give prompts that fit its chat template")
 
 
 def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerTokens]:
     """Those from which a draft could be accepted. Raises EmptyInputError for none."""
     kept = [one for one in found if any(map(all, pairwise(one.mask[1:])))]
     if not kept:
-        what = f"{text} holds no conversation that the target can answer"
-        raise EmptyInputError(what, hint)
+        raise EmptyInputError(f"{text} holds no conversation that the target can answer", hint)
     return kept
 
 
 def decoded(
     target: ReplayTarget,
-    folder: str | Path,
     prompts: list[list[int]],
     ignore_eos: bool = False,
     track: Track = quiet,

@@ -1,6 +1,6 @@
 """The verdict on a head: the lint's findings, settled by the readings' acceptance in the replay.
 
-Intervals of `why_findings` resample answers, paired, and hold for all readings together: a sound
+Intervals of `why_findings` are over answers, paired, and hold for all readings together: a sound
 head raises a false alarm in one of 20 checks at most. Letters: N answers, R readings, C = R - 1.
 """
 

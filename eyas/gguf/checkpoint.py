@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +67,22 @@ def matrices_apart(
     return stored_dtype(file), {one.name: one.values() for one in others}, matrices
 
 
-@dataclass(frozen=True, slots=True)
 class Shard:
     """A safetensors file, byte for byte as the safetensors package writes it."""
 
-    name: str
-    tensors: tuple[PublishedTensor, ...]
-    dtype: str
-    header: bytes = field(init=False)
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, tensors: Sequence[PublishedTensor], dtype: str) -> None:
+        self.name, self.tensors, self.dtype = name, tensors, dtype
         described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        for tensor in self.tensors:
-            end = at + num_bytes(tensor, self.dtype)
-            kind, shape = SAFETENSORS_TYPES[self.dtype], list(tensor.shape)
+        for tensor in tensors:
+            end = at + num_bytes(tensor, dtype)
+            kind, shape = SAFETENSORS_TYPES[dtype], list(tensor.shape)
             described[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        object.__setattr__(self, "header", len(text).to_bytes(8, "little") + text)
-        object.__setattr__(self, "size", len(self.header) + at)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.size = len(self.header) + at
 
     def read(self, begin: int, end: int) -> bytes:
         """The bytes [begin, end); fewer at the end of the file."""
@@ -127,11 +121,7 @@ def published_files(folder: Path) -> tuple[list[Shard], bytes]:
         groups[-1].append(tensor)
         size, total = size + own, total + own
     shards = [
-        Shard(
-            f"model-{number:05d}.safetensors",
-            tuple(sorted(group, key=lambda tensor: tensor.name)),
-            dtype,
-        )
+        Shard(f"model-{number:05d}.safetensors", sorted(group, key=attrgetter("name")), dtype)
         for number, group in enumerate(groups, 1)
     ]
     place = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}

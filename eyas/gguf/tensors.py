@@ -93,8 +93,8 @@ def check_types(file: GgufFile) -> None:
 
 
 def half_order(count: int, heads: int) -> NDArray[np.intp]:
-    """Numbers of ggml's rows [heads * D] in transformers' order: rotated pairs are neighbours
-    there, and one row of each half here.
+    """Numbers of ggml's rows [heads * D] in transformers' order: ggml's rotated pairs are
+    neighbours, transformers' are one row of each half.
     """
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 

@@ -20,7 +20,7 @@ from eyas.operators.tensors import read_head
 from eyas.operators.ttt import Slots, unroll
 from eyas.operators.vocab import TargetVocabulary
 from tests.tiny import tiny_target
-from tests.tiny_head import edit_config, head_folder
+from tests.tiny_head import edit_config, head_folder, with_flags
 
 if importlib.util.find_spec("speculators") is None:
     pytest.skip(
@@ -32,15 +32,6 @@ convert = importlib.import_module("speculators.convert.eagle.eagle3_converter")
 
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings are theirs
 T, STEPS = 24, 3
-FLAGS = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
-    {"fc_norm": True},
-    {"norm_output": True},
-    # what they train by default
-    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -97,7 +88,7 @@ def our_logits(
         return [head.logits(hidden) for hidden in steps]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_logits_of_every_step_are_the_same(target, tmp_path, flags):
     size = 320 if len(flags) == 1 else 64  # with and without maps
     folder = head_folder(target, tmp_path / "head", "vllm", draft_vocab_size=size, **flags)
@@ -128,7 +119,7 @@ def test_nothing_is_missing_or_left_over_when_they_load_it(target, tmp_path):
     assert model.config.norm_before_residual is False
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_what_they_save_we_read(target, tmp_path, flags):
     folder = head_folder(target, tmp_path / "head", "vllm", **flags)
     theirs(folder).save_pretrained(str(tmp_path / "saved"))
