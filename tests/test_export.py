@@ -94,6 +94,11 @@ def made(target, head, output, evaluation=None, **settings) -> Manifest:
     return export(ExportConfig(**settings), str(target), head, output, evaluation=evaluation)
 
 
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "export"
+
+
 def card_of(folder: Path) -> str:
     return (folder / "README.md").read_text()
 
@@ -107,19 +112,19 @@ OPTIONS = ({}, {"dtype": torch.bfloat16}, NORMS, {"train_lm_head": False})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, options):
+def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, out, options):
     head = trained(target, str(tmp_path / "train"), **options)
-    manifest = made(target, head, tmp_path / "export")
+    manifest = made(target, head, out)
     assert manifest.counts["tensors"] == (TENSORS + 3 if options == NORMS else TENSORS)
     assert manifest.counts["forms"] == 2
     assert (manifest.counts["parameters"] == 16512) == (options != NORMS)
     assert manifest.facts["warnings"] == []
-    is_told = "| norms | fc_norm, norm_output |" in card_of(tmp_path / "export")
+    is_told = "| norms | fc_norm, norm_output |" in card_of(out)
     assert is_told == (options == NORMS)
     config, tensors = read_head(tmp_path / "train")
     config = config.model_copy(update={"train_lm_head": True})
     for form in ("sglang", "vllm"):
-        folder = tmp_path / "export" / form
+        folder = out / form
         config_read, tensors_read = read_head(folder)
         assert config_read == config
         assert tensors_read.keys() == tensors.keys()
@@ -131,25 +136,29 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, option
 
 
 @pytest.mark.parametrize(("name", "served"), [("gpt2", []), ("granite", ["vllm"])])
-def test_commands_are_of_engines_that_serve_the_target(tmp_path, tmp_path_factory, name, served):
+def test_commands_are_of_engines_that_serve_the_target(
+    tmp_path, out, tmp_path_factory, name, served
+):
     target = saved_architecture(tmp_path_factory.getbasetemp(), name)
-    manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
+    manifest = made(target, trained(target, str(tmp_path / "train")), out)
     assert [*manifest.facts["commands"]] == served
     (warning,) = manifest.facts["warnings"]
     assert "not served by SGLang 0.5.23" in warning
-    card = card_of(tmp_path / "export")
+    card = card_of(out)
     assert ("sglang.launch_server" in card, "vllm serve" in card) == (False, bool(served))
     newer = "`sglang/` is for a newer version: SGLang 0.5.23 serves no target of type"
     assert f"{newer} `{name}`" in card
-    assert front_matter(tmp_path / "export")["tags"][2:] == served
-    assert (tmp_path / "export" / "sglang" / "model.safetensors").exists()
+    assert front_matter(out)["tags"][2:] == served
+    assert (out / "sglang" / "model.safetensors").exists()
 
 
-def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, head, tmp_path):
+def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(
+    target, head, tmp_path, out
+):
     evaluation = measured(head, tmp_path / "eval")
     settings = {"target_name": "org/Model-8B", "speculation": "fixed(3,2,6)", "licence": "llama3.1"}
-    manifest = made(target, head, tmp_path / "export", evaluation, **settings)
-    card = card_of(tmp_path / "export")
+    manifest = made(target, head, out, evaluation, **settings)
+    card = card_of(out)
     assert "# EAGLE-3 draft head for org/Model-8B" in card
     assert manifest.facts["commands"]["sglang"] in card
     assert manifest.facts["commands"]["vllm"] in card
@@ -166,9 +175,9 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert str(tmp_path) not in card
     assert "/home/me" not in card
     # as the hub reads it
-    front = front_matter(tmp_path / "export")
+    front = front_matter(out)
     assert front.keys() <= HUB_FIELDS
-    data = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False).data
+    data = ModelCard.load(out / "README.md", ignore_metadata_errors=False).data
     assert data.base_model == ModelCardData(**front).base_model == "org/Model-8B"
     assert (data.license, data.pipeline_tag) == ("llama3.1", "text-generation")
     assert (data.library_name, data.metrics) == ("eyas", ["tau"])
@@ -178,12 +187,12 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert found == ("text-generation", "tau", 2.718)
 
 
-def test_a_card_says_that_its_target_was_quantised(target, tmp_path):
+def test_a_card_says_that_its_target_was_quantised(target, tmp_path, out):
     folder, types = shutil.copytree(target, tmp_path / "target"), {"Q4_1": 210, "Q8_0": 1}
     edit_config(folder, gguf={"file": "Model.Q4_1.gguf", "types": types})
     head = trained(folder, str(tmp_path / "train"))
-    made(folder, head, tmp_path / "export", forms=["vllm"])
-    card = card_of(tmp_path / "export")
+    made(folder, head, out, forms=["vllm"])
+    card = card_of(out)
     assert "`Model.Q4_1.gguf`, a quantised file (matrices: Q4_1 x 210, Q8_0 x 1)" in card
 
 
@@ -206,11 +215,11 @@ def tree(speculation: str, tau: float) -> dict:
     }  # fmt: skip
 
 
-def test_a_head_is_published_under_a_version_that_never_changes(target, head, tmp_path):
+def test_a_head_is_published_under_a_version_that_never_changes(target, head, tmp_path, out):
     """With its card as series for Prometheus, by the drafts that each engine makes."""
     trees = [tree("fixed(4,2,9)", 2.5), tree("fixed(4,1,5)", 2.25)]
     evaluation = measured(head, tmp_path / "eval", {**MEASURED, "trees": trees})
-    output, versions = Artifact(str(tmp_path / "export")), f"{tmp_path}/heads/m/"
+    output, versions = Artifact(str(out)), f"{tmp_path}/heads/m/"
     done = made(target, head, output, evaluation, target_name="owner/model", publish=versions)
     assert versions not in str(done.config)
     url = publish(output, versions)
@@ -222,7 +231,7 @@ def test_a_head_is_published_under_a_version_that_never_changes(target, head, tm
     assert publish(output, versions) == url
     assert {path: path.stat().st_mtime_ns for path in Path(url).rglob("*")} == before
     # of the evaluation's first tree, which is a chain in vLLM
-    assert "--speculative-num-draft-tokens 9" in card_of(tmp_path / "export")
+    assert "--speculative-num-draft-tokens 9" in card_of(out)
     for form, tau in (("sglang", 2.5), ("vllm", 2.25)):
         (group,) = yaml.safe_load(published.read(f"{form}/prometheus.yaml"))["spec"]["groups"]
         rules = {rule["record"]: rule for rule in group["rules"]}
@@ -231,6 +240,8 @@ def test_a_head_is_published_under_a_version_that_never_changes(target, head, tm
         assert all(rule["labels"] == names for rule in rules.values())
         assert len(rules) == 4
     # without the tau of the drafts that are launched there are no series
+    other = {**MEASURED, "trees": [tree("fixed(6,3,12)", 2.5)]}
+    evaluation = measured(head, tmp_path / "eval-2", other)
     done = made(target, head, tmp_path / "other", evaluation, speculation="fixed(2,2,4)")
     assert not any(name.endswith("prometheus.yaml") for name in done.files)
     assert publish(Artifact(str(tmp_path / "other")), versions) != url
@@ -261,14 +272,14 @@ def unfinished(target, folder):
         (unfinished, MissingInputError, "unfinished"),
     ],
 )
-def test_a_head_that_cannot_be_served_takes_no_folder(target, tmp_path, edit, error, message):
+def test_a_head_that_cannot_be_served_takes_no_folder(target, tmp_path, out, edit, error, message):
     trained(target, str(tmp_path / "train"))
     with pytest.raises(error, match=message):
-        made(edit(target, tmp_path / "train"), tmp_path / "train", tmp_path / "export")
-    assert not (tmp_path / "export").exists()
+        made(edit(target, tmp_path / "train"), tmp_path / "train", out)
+    assert not (out).exists()
 
 
-def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path):
+def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path, out):
     other = trained(target, str(tmp_path / "other"), seed=1)
     retrained = Artifact(str(tmp_path / "retrained"))
     retrained.begin(identity("train", {"epochs": 4}, {}))
@@ -277,18 +288,18 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path):
     assert other.manifest().identity == head.manifest().identity
     evaluation = measured(retrained, tmp_path / "eval")
     with pytest.raises(MismatchError, match="measured another head"):
-        made(target, head, tmp_path / "export", evaluation=evaluation)
+        made(target, head, out, evaluation=evaluation)
 
 
-def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path):
+def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path, out):
     head = trained(target, str(tmp_path / "train"), norm_before_residual=True)
     with pytest.raises(MismatchError, match="norm_before_residual is set: SGLang ignores it"):
-        made(target, head, tmp_path / "export")
+        made(target, head, out)
     # the hint, followed
-    manifest = made(target, head, tmp_path / "export", forms=("vllm",))
-    assert read_head(tmp_path / "export" / "vllm")[0].norm_before_residual
+    manifest = made(target, head, out, forms=("vllm",))
+    assert read_head(out / "vllm")[0].norm_before_residual
     assert sorted(manifest.files) == ["README.md", "vllm/config.json", "vllm/model.safetensors"]
-    assert "sglang.launch_server" not in card_of(tmp_path / "export")
+    assert "sglang.launch_server" not in card_of(out)
 
 
 def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
@@ -387,25 +398,25 @@ def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
 
 
 @pytest.mark.parametrize("whose", THEIR_KEYS)
-def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, whose):
+def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, out, whose):
     """Theirs -> ours -> each form -> ours: config and tensors bit by bit."""
     shape = TargetVocabulary.load(target).config
     source = saved_by_others(
         target, tmp_path / "head", whose, dtype=torch.bfloat16, fc_norm=whose == "SpecForge"
     )
-    manifest = made(target, source, tmp_path / "export")
+    manifest = made(target, source, out)
     assert manifest.inputs["head"].stage == "source"
     config, tensors = read_head(source, shape)
     tensors.pop("embed_tokens.weight", None)  # the target's own
     config = config.model_copy(update={"max_position_embeddings": 256})
     for form in ("sglang", "vllm"):
-        config_read, read = read_head(tmp_path / "export" / form)
+        config_read, read = read_head(out / form)
         assert config_read == config
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
         again = tmp_path / "again" / form
-        made(target, tmp_path / "export" / form, again)
-        folder = Artifact(str(tmp_path / "export" / form))
+        made(target, out / form, again)
+        folder = Artifact(str(out / form))
         for name in ("config.json", "model.safetensors"):
             assert (again / form / name).read_bytes() == folder.read(name)
         # one head to every stage
@@ -414,10 +425,10 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
         assert {one.identity for one in told} == {of_export.identity}
     ours = write_folder(write_head(config, tensors, "eyas"), tmp_path / "ours")
     assert read_head(ours)[0] == config
-    assert "converted from a head in" in card_of(tmp_path / "export")
+    assert "converted from a head in" in card_of(out)
 
 
-def test_the_licence_and_data_of_a_foreign_head_are_its_cards(target, tmp_path):
+def test_the_licence_and_data_of_a_foreign_head_are_its_cards(target, tmp_path, out):
     source = saved_by_others(target, tmp_path / "head", "SpecForge")
     (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
     manifest = made(target, source, tmp_path / "bare", forms=("vllm",))
@@ -431,15 +442,15 @@ def test_the_licence_and_data_of_a_foreign_head_are_its_cards(target, tmp_path):
     (source / "README.md").write_text(
         f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n"
     )
-    made(target, source, tmp_path / "export", forms=("vllm",))
-    text = card_of(tmp_path / "export")
+    made(target, source, out, forms=("vllm",))
+    text = card_of(out)
     quoted = "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat"
     assert f"{quoted}: MIT\n>\n" in text
     assert ">\n> ### Filters\n>\n> None.\n\n## Files" in text
     assert "Not this" not in text
-    stated = front_matter(tmp_path / "export")
+    stated = front_matter(out)
     assert (stated["license"], stated["license_name"]) == ("other", "ours")
-    made(target, tmp_path / "export" / "vllm", tmp_path / "again", forms=("sglang",))
+    made(target, out / "vllm", tmp_path / "again", forms=("sglang",))
     assert "ultrachat: MIT" in card_of(tmp_path / "again"), "the card of a form lies above it"
 
 
@@ -451,48 +462,48 @@ def test_a_card_that_says_nothing_of_a_licence_gives_none(card):
     assert CardOrigin.of(card).licence is None
 
 
-def test_the_packaged_head_has_its_hashes_and_keeps_its_licence_and_sources(tmp_path):
+def test_the_packaged_head_has_its_hashes_and_keeps_its_licence_and_sources(out):
     folder = builtin.head_folder()
     for name in ("eyas_head.json", "model.safetensors"):
         digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         assert f"| `{name}` | `{digest}` |" in card_of(folder)
-    made("builtin", folder, tmp_path / "export")
-    text, licence = card_of(tmp_path / "export"), CardOrigin.of(card_of(folder)).licence
-    assert front_matter(tmp_path / "export")["license"] == licence == "cc-by-sa-4.0"
+    made("builtin", folder, out)
+    text, licence = card_of(out), CardOrigin.of(card_of(folder)).licence
+    assert front_matter(out)["license"] == licence == "cc-by-sa-4.0"
     for name in ("schema-guided-dialogue", "star", "taskmaster-4", "gsm8k", "tldr-pages"):
         assert f"> - {name}: " in text
 
 
-def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, tmp_path):
-    output = Artifact(str(tmp_path / "export"))
+def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, out):
+    output = Artifact(str(out))
     manifest = made(target, head, output, forms=("sglang", "openvino"))
     bare, beside = (
-        safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
+        safetensors.torch.load_file(out / form / "model.safetensors")
         for form in ("sglang", "openvino")
     )
     assert beside.keys() - bare.keys() == {"embed_tokens.weight"}
     assert all(torch.equal(beside[name], tensor) for name, tensor in bare.items())
-    settings = json.loads((tmp_path / "export" / "openvino" / "config.json").read_text())
+    settings = json.loads((out / "openvino" / "config.json").read_text())
     assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert check(tmp_path / "export" / "openvino", target) == []
+    assert check(out / "openvino", target) == []
     assert manifest.facts["commands"]["openvino"].startswith("optimum-cli export openvino")
 
 
-def test_shards(target, tmp_path, monkeypatch):
+def test_shards(target, tmp_path, out, monkeypatch):
     monkeypatch.setattr("eyas.export.export.MAX_SHARD_BYTES", 20_000)
-    manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
+    manifest = made(target, trained(target, str(tmp_path / "train")), out)
     assert "sglang/model.safetensors.index.json" in manifest.files
     assert sum(name.startswith("sglang/model-0") for name in manifest.files) > 1
-    assert check(tmp_path / "export" / "sglang", target) == []
+    assert check(out / "sglang", target) == []
 
 
-def test_a_card_says_what_it_does_not_know(target, head, tmp_path):
-    made(target, head, tmp_path / "export")
-    stated = front_matter(tmp_path / "export")
+def test_a_card_says_what_it_does_not_know(target, head, tmp_path, out):
+    made(target, head, out)
+    stated = front_matter(out)
     assert stated["license"] == "other"
     assert "base_model" not in stated  # a folder is no model of the hub
     assert "model-index" not in stated
-    text = card_of(tmp_path / "export")
+    text = card_of(out)
     assert "Not measured before export" in text
     assert "eyas train FEATURES" in text
     training = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
@@ -505,13 +516,13 @@ def test_a_card_says_what_it_does_not_know(target, head, tmp_path):
 
 @pytest.mark.parametrize("chains", [{}, {"tau_by_num_draft_steps": [2.0]}])
 def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(
-    target, head, tmp_path, chains
+    target, head, tmp_path, out, chains
 ):
     told = {
         **chains,
         "assumes": "fixed(4,4,16)",
         "tau": 2.718,
-        "tau_interval": [2.5, 2.9],
+        "tau_interval": None,
         "accept_hist": [5, 3, 2],
         "by_source": {
             "sgd": {"tau": 3.0, "tau_interval": [2.5, 3.5]},
@@ -526,8 +537,8 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(
         "dtype": "bfloat16",
         "num_draft_steps": 2,
     }
-    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
-    text = card_of(tmp_path / "export")
+    made(target, head, out, measured(head, tmp_path / "eval", told))
+    text = card_of(out)
     assert ("By chains on stored features tau is" in text) == bool(chains)
     assert ("It assumes fixed(4,4,16)." in text) != bool(chains)
     assert "tau 3.50 (95 %: 3.25-3.75) on held-out answers" in text
@@ -538,6 +549,6 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(
     assert "eyas eval -s models.dtype=float32" in text
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
     assert "accept_hist: 5, 3, 2\n" in text
-    card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
+    card = ModelCard.load(out / "README.md", ignore_metadata_errors=False)
     taus = {one.dataset_name: one.metric_value for one in card.data.eval_results}
     assert taus == {"all held-out answers": 3.5, "sgd": 4.0, "gsm8k": 3.25}

@@ -97,6 +97,16 @@ def tiny(tmp_path_factory):
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture
+def made(tmp_path, tiny):
+    """Write the tiny target as a GGUF file."""
+    return functools.partial(gguf_file, tiny, tmp_path / "tiny.gguf")
+
+
+def resolved(file: Path) -> str:
+    return resolve_target(str(file))
+
+
 @pytest.fixture(scope="module")
 def source_of(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
@@ -124,7 +134,7 @@ def file_of(source: Path, folder: Path, kind: Kind = Kind.F32) -> Path:
 @pytest.mark.parametrize("name", OF_GGUF)
 def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, source_of, name):
     kind = Kind.MXFP4 if name == "gpt_oss" else Kind.Q8_0
-    folder = resolve_target(str(file_of(source_of(name), tmp_path, kind)))
+    folder = resolved(file_of(source_of(name), tmp_path, kind))
     config = TargetConfig.from_folder(folder)
     tensors = arranged(config, read_arrays(folder))
     blocks = arranged(config, matrices_apart(Path(folder))[2])
@@ -138,7 +148,7 @@ def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, source_
 @pytest.mark.parametrize("name", OF_GGUF)
 def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_path, source_of, name):
     source = source_of(name)
-    folder = resolve_target(str(file_of(source, tmp_path)))
+    folder = resolved(file_of(source, tmp_path))
     expected = AutoModelForCausalLM.from_pretrained(source)(LONG_TOKENS_BT).logits
     found = AutoModelForCausalLM.from_pretrained(whole_folder(folder))
     own = logits_of(Target.load(folder), LONG_TOKENS_BT)
@@ -154,16 +164,16 @@ def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_pat
     assert all(torch.allclose(ours[one], theirs[one], rtol=0, atol=off) for one in ours)
 
 
-def test_a_file_speaks_as_the_model_in_it_does(tmp_path, tiny):
-    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf")))
+def test_a_file_speaks_as_the_model_in_it_does(tiny, made):
+    folder = resolved(made())
     messages = [{"role": "user", "content": "A table for 2,\n<|im_end|> in San José 🙂"}]
     assert Chat(folder).prompt_ids(messages) == Chat(str(tiny)).prompt_ids(messages)
     assert Chat(folder).eos_token_ids == Chat(str(tiny)).eos_token_ids
 
 
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
-def test_matrices_of_every_type_are_dequantised_to_bfloat16(tmp_path, tiny, kind):
-    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", kind)))
+def test_matrices_of_every_type_are_dequantised_to_bfloat16(tiny, kind, made):
+    folder = resolved(made(kind))
     config = json.loads((Path(folder) / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["gguf"] == {"file": "tiny.gguf", "types": {kind.name: 58}}
@@ -173,20 +183,20 @@ def test_matrices_of_every_type_are_dequantised_to_bfloat16(tmp_path, tiny, kind
     assert torch.equal(ours, expected.to(torch.bfloat16))
 
 
-def test_a_folder_is_made_once_and_by_one(tmp_path, tiny, cache):
-    file = str(gguf_file(tiny, tmp_path / "tiny.gguf"))
+def test_a_folder_is_made_once_and_by_one(cache, made):
+    file = str(made())
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(lambda _: target_folder(file), range(4)))
     assert list((cache / "gguf").iterdir()) == list(folders)
-    made = next(iter(folders)) / "config.json"
-    before = made.stat().st_mtime_ns
+    config = next(iter(folders)) / "config.json"
+    before = config.stat().st_mtime_ns
     assert target_folder(file) in folders
-    assert made.stat().st_mtime_ns == before
+    assert config.stat().st_mtime_ns == before
 
 
-def test_a_folder_holds_no_weights_until_another_engine_wants_them(tmp_path, tiny, monkeypatch):
+def test_a_folder_holds_no_weights_until_another_engine_wants_them(monkeypatch, made):
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
-    folder = Path(resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0))))
+    folder = Path(resolved(made(Kind.Q8_0)))
     assert not list(folder.glob("*.safetensors*"))
     before, tensors, of_file = fingerprint(folder), read_tensors(folder), read_shapes(folder)
     shards, index = published_files(folder)
@@ -228,11 +238,11 @@ def split(file: Path, count: int) -> list[Path]:
     return parts
 
 
-def test_parts_are_one_model_whichever_is_named(tmp_path, tiny):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+def test_parts_are_one_model_whichever_is_named(tmp_path, made):
+    file = made(Kind.Q8_0)
     parts = split(file, 3)
-    whole = read_tensors(resolve_target(str(file)))
-    folders = {resolve_target(str(part)) for part in parts}
+    whole = read_tensors(resolved(file))
+    folders = {resolved(part) for part in parts}
     found = read_tensors(folders.pop())
     assert not folders
     assert found.keys() == whole.keys()
@@ -240,30 +250,30 @@ def test_parts_are_one_model_whichever_is_named(tmp_path, tiny):
     moved = parts[1].rename(tmp_path / "elsewhere.gguf")
     for given in (parts[0], parts[2]):
         with pytest.raises(MissingInputError, match=r"tiny-00002-of-00003\.gguf is not beside it"):
-            resolve_target(str(given))
+            resolved(given)
     moved.rename(parts[1])
     raw, key, second = parts[0].read_bytes(), b"split.tensors.count", parts[1].read_bytes()
     at = raw.index(key) + len(key) + 4
     parts[0].write_bytes(raw[:at] + (999).to_bytes(4, "little") + raw[at + 4 :])
     with pytest.raises(CorruptError, match="tensors of 999"):
-        resolve_target(str(parts[1]))
+        resolved(parts[1])
     parts[0].write_bytes(second)
     with pytest.raises(MismatchError, match="part 2 of 3, which its name does not say"):
-        resolve_target(str(parts[0]))
+        resolved(parts[0])
     parts[1].write_bytes(raw)
     parts[0].write_bytes(raw)
     with pytest.raises(CorruptError, match=r"says that it is part 0 \(from 0\) of 3"):
-        resolve_target(str(parts[0]))
+        resolved(parts[0])
 
 
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
-    whole = gguf_file(tiny, tmp_path / "tiny.gguf").read_bytes()
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, cache, made):
+    whole = made().read_bytes()
     cut = tmp_path / "cut.gguf"
     lengths = [0, 3, 20, 500, 5_000, len(whole) // 2, len(whole) - 4000]
     for length in lengths + random.Random(0).sample(range(len(whole) - 64), 10):
         cut.write_bytes(whole[:length])
         with pytest.raises(CorruptError, match="cut"):
-            resolve_target(str(cut))
+            resolved(cut)
     assert not list((cache / "gguf").glob("*"))
 
 
@@ -320,7 +330,7 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, source_of, c
     source = source_of(architecture) if architecture in ("lfm2", "llama4") else tiny
     file = gguf_file(source, tmp_path / "tiny.gguf", changes=changes)
     with pytest.raises((MismatchError, CorruptError, TemplateError), match=problem) as caught:
-        resolve_target(str(file))
+        resolved(file)
     assert "tiny.gguf" in caught.value.what
     assert caught.value.hint
 
@@ -338,11 +348,11 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, source_of, c
         (lambda raw: raw[:4] + raw[7:3:-1] + raw[8:], "is big-endian"),
     ],
 )
-def test_a_header_that_contradicts_itself_is_refused(tmp_path, tiny, edit, problem):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"tokenizer.ggml.bos_token_id": 0})
+def test_a_header_that_contradicts_itself_is_refused(edit, problem, made):
+    file = made(changes={"tokenizer.ggml.bos_token_id": 0})
     file.write_bytes(edit(file.read_bytes()))
     with pytest.raises((CorruptError, MismatchError), match=problem):
-        resolve_target(str(file))
+        resolved(file)
 
 
 def of_tensor(raw: bytes, behind: int, value: int) -> bytes:
@@ -351,49 +361,49 @@ def of_tensor(raw: bytes, behind: int, value: int) -> bytes:
     return raw[:at] + value.to_bytes(8, "little") + raw[at + 8 :]
 
 
-def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(tmp_path, tiny):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"llama.rope.scale_linear": 4.0})
-    rope = TargetConfig.from_folder(resolve_target(str(file))).rope
+def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(made):
+    file = made(changes={"llama.rope.scale_linear": 4.0})
+    rope = TargetConfig.from_folder(resolved(file)).rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-def test_a_template_beside_a_file_comes_before_its_own(tmp_path, tiny):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf")
-    own = resolve_target(str(file))
+def test_a_template_beside_a_file_comes_before_its_own(tmp_path, made):
+    file = made()
+    own = resolved(file)
     (tmp_path / "tiny.jinja").write_text(PLAIN_TEMPLATE.replace("\\n", "\n"))
-    folder = resolve_target(str(file))
+    folder = resolved(file)
     messages = [{"role": "user", "content": "A plain"}, {"role": "user", "content": "text"}]
     assert Chat(folder).render(messages, True) == "A plain\ntext"
     assert folder != own
     (tmp_path / "tiny.jinja").unlink()
-    assert resolve_target(str(file)) == own
+    assert resolved(file) == own
 
 
-def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypatch):
+def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypatch, made):
     for name, problem in (
         ("blk.0.attn_sinks.weight", "attn_sinks"),
         ("rope_factors_long.weight", "by long and short factors"),
     ):
         odd = gguf_file(tiny, tmp_path / "odd.gguf", add={name: np.ones(4, np.float32)})
         with pytest.raises(MismatchError, match=problem):
-            resolve_target(str(odd))
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+            resolved(odd)
+    file = made(Kind.Q8_0)
     monkeypatch.setattr(gguf, "dequantize", Mock(side_effect=NotImplementedError))
     with pytest.raises(MismatchError, match="Q8_0, which gguf does not dequantise"):
-        resolve_target(str(file))
+        resolved(file)
     file.write_bytes(of_tensor(file.read_bytes(), 4 + 16, 999))
     with pytest.raises(MismatchError, match="installed gguf does not know"):
-        resolve_target(str(file))
+        resolved(file)
 
 
-def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_path, tiny):
+def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_path, tiny, made):
     """Files of Gemma 3 and Phi state another end, and call this one an ordinary token."""
     told = open_file(gguf_file(tiny, tmp_path / "whole.gguf")).metadata
     tokens, kinds = (told[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
     end = tokens.index("<|im_end|>")
     kinds = [1 if number == end else int(kind) for number, kind in enumerate(kinds)]
     changes = {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_id": 0}
-    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)))
+    folder = resolved(made(changes=changes))
     chat = Chat(folder)
     assert TargetConfig.from_folder(folder).eos_token_ids == (0, end)
     assert chat.prompt_ids([{"role": "user", "content": "Hi"}]).count(end) == 1
@@ -436,9 +446,9 @@ def sentence_piece(third: str, words: list[str], **changes) -> dict[str, object]
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
 
 
-def test_phi_3s_tokens_take_the_blanks_behind_them(tmp_path, tiny):
+def test_phi_3s_tokens_take_the_blanks_behind_them(made):
     changes = sentence_piece("<|user|>", ["a"], add_space_prefix=False)
-    whole = gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)
+    whole = made(changes=changes)
     file, newline, letter = open_file(whole), 3 + ord("\n"), 259
     for name, behind in (("llama", [newline, letter]), ("phi3", [letter])):
         told = {**file.metadata, "general.architecture": name, f"{name}.context_length": 64}
@@ -452,9 +462,9 @@ def test_unscored_merges_make_the_best_scored_tokens_first():
     assert merges_by_score(scores, vocabulary) == [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]
 
 
-def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
+def test_a_sentencepiece_vocabulary_is_read(made):
     changes = sentence_piece("</s>", ["▁", "a", "b", "t", "e", "▁a", "▁t", "ab", "▁tab"])
-    file = open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes))
+    file = open_file(made(changes=changes))
     tokenizer, settings = tokenizer_of(file)
     encoding = tokenizer.encode("a tabé")
     assert encoding.tokens == ["<s>", "▁a", "▁tab", "<0xC3>", "<0xA9>"]
@@ -472,10 +482,10 @@ def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
         ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " café", "  ", " x", "\n"]),
     ],
 )
-def test_words_are_cut_by_the_rule_that_the_file_names(tmp_path, tiny, name, words):
+def test_words_are_cut_by_the_rule_that_the_file_names(name, words, made):
     text = "It's 1234 café   x\n"
     changes = {"tokenizer.ggml.pre": name}
-    tokenizer, _ = tokenizer_of(open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)))
+    tokenizer, _ = tokenizer_of(open_file(made(changes=changes)))
     found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in found] == words
 

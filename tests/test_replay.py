@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -220,10 +221,7 @@ def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
 
 def test_layers_are_read_as_every_engine_might(tiny):
     config, tensors = tiny_head(tiny)
-    for own, others in (
-        (config.taps, {(0, 2, 3), (2, 4, 5)}),
-        ((0, 3, 7), {(1, 3, 4)}),
-    ):
+    for own, others in ((config.taps, {(0, 2, 3), (2, 4, 5)}), ((0, 3, 7), {(1, 3, 4)})):
         declared = changed(config, taps=own)
         found = misreadings(declared, tensors, TargetVocabulary.load(tiny))
         assert {one.config.taps for one in found} == {own, *others}
@@ -278,17 +276,14 @@ def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, lev
     assert [finding.level for finding in findings] == ([level] if level else [])
 
 
-FLAGS = {"norm_before_residual": True, "norm_output": True}
-
-
-@pytest.fixture(scope="module")
-def trained(tiny):
-    """Target, config, tensors, answers: a tiny head with both flags that overfits its answers."""
-    target = Target.load(tiny)
+@functools.cache
+def trained_with(folder: Path, flag: str):
+    """Target, config, tensors, answers: a tiny head with a flag that overfits its answers."""
+    target = Target.load(folder)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (12, 8), generator=generator).tolist()
     answers = [one for one in decoded(target, prompts) if sum(one.mask) > 20]
-    config = changed(tiny_head(tiny, 320)[0], **FLAGS)
+    config = changed(tiny_head(folder, 320)[0], **{flag: True})
     torch.manual_seed(0)
     head = Head(config)
     for weight in head.parameters():
@@ -317,20 +312,20 @@ def trained(tiny):
     return target, config, tensors, answers
 
 
-def test_a_lost_flag_is_found_by_what_it_costs(trained):
-    target, config, tensors, answers = trained
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
+def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
+    target, config, tensors, answers = trained_with(tiny, flag)
     declared, *others = replayed(config, tensors, target, answers)
     assert declared.tau > 2, declared
     assert list(reading_findings([declared, *others])) == []
-    for flag in FLAGS:
-        lost = changed(config, **{flag: False})
-        (finding,) = reading_findings(replayed(lost, tensors, target, answers))
-        assert finding.level == "error"
-        assert f"{flag} on" in finding.what
+    lost = changed(config, **{flag: False})
+    (finding,) = reading_findings(replayed(lost, tensors, target, answers))
+    assert finding.level == "error"
+    assert f"{flag} on" in finding.what
 
 
-def test_a_replay_through_transformers_is_our_engines(trained, tiny):
-    target, config, tensors, _ = trained
+def test_a_replay_through_transformers_is_our_engines(tiny):
+    target, config, tensors, _ = trained_with(tiny, "norm_output")
     hooked, vocabulary = HookedDecoder.load(tiny, "float32"), TargetVocabulary.load(tiny)
     meant, scores = [HeadReading(DECLARED, config, tensors)], []
     for one in (target, hooked):

@@ -65,8 +65,7 @@ class ExportConfig(Settings):
         None, description="cost table of an engine (JSON): expected speed for the card"
     )
     publish: str | None = Field(
-        None,
-        description="folder of a head's versions: write a copy to VERSION below it",
+        None, description="folder of a head's versions: write a copy to VERSION below it"
     )
 
     @field_validator("speculation")

@@ -135,10 +135,7 @@ def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerT
 
 
 def decoded(
-    target: ReplayTarget,
-    prompts: list[list[int]],
-    ignore_eos: bool = False,
-    track: Track = quiet,
+    target: ReplayTarget, prompts: list[list[int]], ignore_eos: bool = False, track: Track = quiet
 ) -> list[AnswerTokens]:
     """The target's greedy answers, in the order of the prompts."""
     answers: dict[int, list[int]] = {}
@@ -311,8 +308,8 @@ def replay_head(
     for way in ways:
         way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
     try:
-        size = (WHY_CONVERSATIONS, 2 * LONGEST) if why else (NUM_CONVERSATIONS, MOST_TOKENS)
-        count, longest = size
+        limits = (WHY_CONVERSATIONS, 2 * LONGEST) if why else (NUM_CONVERSATIONS, MOST_TOKENS)
+        count, longest = limits
         answers = answered(loaded, folder, text or demo_prompts(), count, track, longest)
     except (EmptyInputError, MismatchError) as fault:
         return [], fault.what

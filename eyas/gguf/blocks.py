@@ -67,10 +67,11 @@ class BlockMatrix:
     def __getitem__(self, rows: Any) -> BlockMatrix:
         """Rows, by a slice or by their numbers."""
         chosen = rows if isinstance(rows, slice) else np.asarray(rows)
-        if self.order is None and isinstance(chosen, slice):
+        if self.order is not None:
+            return BlockMatrix(self.kind, self.stored, self.order[chosen])
+        if isinstance(chosen, slice):
             return BlockMatrix(self.kind, self.stored[chosen])
-        order = chosen if self.order is None else self.order[chosen]
-        return BlockMatrix(self.kind, self.stored, order)
+        return BlockMatrix(self.kind, self.stored, chosen)
 
     def dequantised(self) -> NDArray[np.float32]:
         """The values, float32 [N, K]."""
