@@ -114,33 +114,30 @@ def test_predicts_what_the_engine_does(made, tmp_path):
 def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path, monkeypatch):
     folder, _, _, features, head = made
     monkeypatch.setattr(walks, "BATCH_TOKENS", 100)
-    results = {}
+    taus = []
     for steps in (2, K):
         output = Artifact(str(tmp_path / str(steps)))
         run(folder, head, output, held_out(features), num_draft_steps=steps)
-        results[steps] = output.read_json("eval.json")
-    assert results[K]["tau_by_num_draft_steps"][1] == results[2]["tau"]
+        taus.append(output.read_json("eval.json")["tau_by_num_draft_steps"])
+    assert taus[1][:2] == taus[0]
 
 
 def test_what_does_not_belong_together_is_refused(made, tmp_path):
     folder, _, conversations, features, head = made
     other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
-    with pytest.raises(MismatchError, match="not of one target"):
-        run(other, head, tmp_path / "out", held_out(features))
     loaded = Target.load(other)
-    others = write_features(
-        tmp_path / "features", loaded, [], samples_of(loaded, conversations[:2], "other")
-    )
-    with pytest.raises(MismatchError, match="not of one target"):
-        run(folder, head, tmp_path / "out", held_out(others))
+    samples = samples_of(loaded, conversations[:2], "other")
+    others = write_features(tmp_path / "features", loaded, [], samples)
+    for of_target, of_features in ((other, features), (folder, others)):
+        with pytest.raises(MismatchError, match="not of one target"):
+            run(of_target, head, tmp_path / "out", held_out(of_features))
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_held_out(made, tmp_path):
     folder, target, _, _, head = made
-    features = write_features(
-        tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])], "short")
-    )
+    samples = samples_of(target, [([5, 6, 7], [8])], "short")
+    features = write_features(tmp_path / "features", target, [], samples)
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
         run(folder, head, tmp_path / "out", held_out(features))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,17 @@ def vocabulary(world):
     return TargetVocabulary.load(world[0])
 
 
+@pytest.fixture(scope="module")
+def walks_of(world, vocabulary):
+    """Walks of the world's head, by trees."""
+    return partial(AnswerWalks.load, vocabulary, world[1].url)
+
+
+def add_all(walks: AnswerWalks, samples) -> AnswerWalks:
+    walks.add(samples, ["en"] * len(samples))
+    return walks
+
+
 def rounds_of(walks: AnswerWalks) -> list[list[int]]:
     return [answer.counts.accept_hist for answer in walks.answers()]
 
@@ -85,37 +97,35 @@ def served_rounds(models, requests, tree) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_tree_on_features_is_the_engines_round_for_round(world, vocabulary, tree):
-    _, head, models, requests, samples = world
-    walks = AnswerWalks.load(vocabulary, head.url, [tree])
-    for part in (samples[:3], samples[3:]):
-        walks.add(part, ["en"] * len(part))
+def test_a_tree_on_features_is_the_engines_round_for_round(world, walks_of, tree):
+    *_, models, requests, samples = world
+    walks = add_all(add_all(walks_of([tree]), samples[:3]), samples[3:])
     (entry,) = walks.entries(0.0)
     assert rounds_of(walks) == served_rounds(models, requests, tree)
     assert sum(entry["accept_hist"][1:]) > 10, "a head that accepts nothing would prove nothing"
 
 
-def test_answers_of_transformers_give_the_engines_rounds(world, vocabulary):
-    folder, head, models, requests, samples = world
-    walks, told = AnswerWalks.load(vocabulary, head.url, TREES[:1]), []
+def test_answers_of_transformers_give_the_engines_rounds(world, walks_of):
+    folder, _, models, requests, samples = world
+    walks, told = walks_of(TREES[:1]), []
     asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0
     for part in hooked_samples(*asked, lambda done, total, note="": told.append((done, total))):
         for one, other in zip(part, samples[len(rounds_of(walks)) :], strict=False):
             assert torch.equal(one.token_ids, other.token_ids)
             torch.testing.assert_close(one.last_hidden, other.last_hidden, rtol=1e-4, atol=1e-4)
-        walks.add(part, ["en"] * len(part))
+        add_all(walks, part)
     assert rounds_of(walks) == served_rounds(models, requests, TREES[0])
     assert told == [(done, COUNT) for done in range(1, COUNT + 1)]
 
 
-def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocabulary):
-    _, head, models, _, samples = world
+def test_several_turns_of_one_conversation_are_answers_of_their_own(world, walks_of):
+    *_, models, _, samples = world
     (tokens, mask), (more, more_mask) = (
         (one.token_ids.tolist(), one.loss_mask.tolist()) for one in samples[:2]
     )
     joined = samples_of(models.target, [([*tokens, *more], [])], "both")[0]
     joined.loss_mask[:] = torch.tensor([*mask, *more_mask])
-    (tree,) = AnswerWalks.load(vocabulary, head.url, TREES[:1]).trees
+    (tree,) = walks_of(TREES[:1]).trees
     (one,) = walk(models.draft, tree, [joined])
     firsts = [mask.index(True), len(tokens) + more_mask.index(True)]
     assert [rounds[0].root for rounds in one.rounds] == firsts
@@ -125,12 +135,12 @@ def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocab
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize("tree", ["fixed(3,2,5)", "fixed(3,1,4)"])
-def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, tree, temperature):
+def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, walks_of, tree, temperature):
     """A round's counts on every answer that the target could draw at the tree's nodes, weighted by
     its chance, add up to the target's chances of the nodes.
     """
-    _, head, models, _, samples = world
-    walks, total = AnswerWalks.load(vocabulary, head.url, [tree]), 0.0
+    *_, models, _, samples = world
+    walks, total = walks_of([tree]), 0.0
     for sample in samples[:3]:
         one = walk(walks.draft, walks.trees[0], [sample])[0].rounds[0][1]
         prefix = sample.token_ids[: one.root + 1].tolist()
@@ -161,22 +171,17 @@ def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
     return chances
 
 
-def test_a_cold_target_accepts_what_the_greedy_one_does(world, vocabulary):
-    _, head, _, _, samples = world
-    walks = AnswerWalks.load(vocabulary, head.url, TREES).at(1e-4)
-    walks.add(samples, ["en"] * len(samples))
-    for entry in walks.entries(1e-4):
+def test_a_cold_target_accepts_what_the_greedy_one_does(world, walks_of):
+    for entry in add_all(walks_of(TREES).at(1e-4), world[-1]).entries(1e-4):
         assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=2e-3)
 
 
-def test_rounds_of_sampled_answers_are_what_is_expected(world, vocabulary):
+def test_rounds_of_sampled_answers_are_what_is_expected(world, walks_of):
     """On average: an answer is one draw of many."""
-    folder, head, *_ = world
+    folder = world[0]
     asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, 40), TOKENS, 1.0, 3, quiet
-    walks = AnswerWalks.load(vocabulary, head.url, ["fixed(4,2,6)"]).at(1.0)
     answers = [sample for part in hooked_samples(*asked) for sample in part]
-    walks.add(answers, ["en"] * len(answers))
-    (entry,) = walks.entries(1.0)
+    (entry,) = add_all(walks_of(["fixed(4,2,6)"]).at(1.0), answers).entries(1.0)
     assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=0.1)
     assert len({tuple(one.token_ids.tolist()) for one in answers}) == 40
 
