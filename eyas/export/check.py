@@ -91,10 +91,12 @@ def exit_code(findings: Iterable[CheckFinding]) -> int:
 
 
 def error(what: str, hint: str) -> CheckFinding:
+    """A finding of level error."""
     return CheckFinding("error", what, hint)
 
 
 def warning(what: str, hint: str) -> CheckFinding:
+    """A finding of level warning."""
     return CheckFinding("warning", what, hint)
 
 
@@ -176,6 +178,8 @@ def changed_findings(folder: Path) -> Iterator[CheckFinding]:
 
 
 def twin_findings(folder: Path) -> Iterator[CheckFinding]:
+    """Weights that are stored twice and differ."""
+
     def stored(name: str) -> dict[str, Array]:
         is_index = name in (INDEX, PICKLE_INDEX)
         tensors = (
@@ -236,6 +240,7 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
 def vocabulary_findings(
     checkpoint: Checkpoint, config: HeadConfig, vocabulary: StoredMatrices
 ) -> Iterator[CheckFinding]:
+    """Embeddings, lm_head and end tokens."""
     if not config.target_lm_head_sha256:
         what = "the head does not say which lm_head it was trained against"
         yield CheckFinding("note", what, "only eyas writes its hash; a good replay is as good")
@@ -323,6 +328,7 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
 
 
 def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
+    """What the engine of this form needs beside a correct head."""
     named = checkpoint.settings.get("architectures") or []
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
         yield warning(
@@ -343,6 +349,7 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
 
 
 def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
+    """Values and precisions of the tensors."""
     weights = {n: one for n, one in checkpoint.all_tensors.items() if one.dtype.kind not in "biu"}
     for name, tensor in weights.items():
         if not tensor.any():

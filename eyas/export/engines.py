@@ -93,6 +93,7 @@ def layers_info(taps: tuple[int, int, int]) -> str:
 
 
 def sglang_command(launch: Launch, head: str | None) -> list[str]:
+    """SGLang takes a head's attention window from the command only."""
     options = {
         "--model-path": launch.target,
         "--dtype": launch.dtype,
@@ -112,6 +113,7 @@ def sglang_command(launch: Launch, head: str | None) -> list[str]:
 
 
 def vllm_command(launch: Launch, head: str | None) -> list[str]:
+    """`vllm serve`, with the options that the target needs."""
     speculation = {
         "method": "eagle3",
         "model": head,
@@ -128,7 +130,7 @@ def vllm_command(launch: Launch, head: str | None) -> list[str]:
 
 
 def openvino_command(_: Launch, head: str | None) -> list[str]:
-    # OpenVINO has no server: this converts a head for openvino_genai.draft_model
+    """OpenVINO has no server: convert a head for openvino_genai.draft_model."""
     assert head is not None, "there is nothing else to convert"
     task = ["--task", "text-generation-with-past", "--trust-remote-code"]
     program = ["optimum-cli", "export", "openvino"]

@@ -201,6 +201,7 @@ def export(
 
 
 def version_of(identity: str) -> str:
+    """The name of an export among a head's versions."""
     return identity[:8]
 
 

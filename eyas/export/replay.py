@@ -251,6 +251,7 @@ def replay(
 def batched(
     target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
 ) -> list[AnswerBatch]:
+    """Answers of similar length together."""
     by_length = sorted(answers, key=lambda one: len(one.token_ids))
     parts = range(0, len(by_length), ANSWERS_AT_ONCE)
     return [AnswerBatch.of(target, by_length[at : at + ANSWERS_AT_ONCE], layers) for at in parts]
@@ -259,6 +260,7 @@ def batched(
 def acceptance(
     reading: HeadReading, batches: Sequence[AnswerBatch], vocabulary: TargetVocabulary
 ) -> ReadingScore:
+    """A reading's score on the answers."""
     head = head_of(reading.config, reading.tensors)
     score, known = ReadingScore(reading.name, [], reading.hint), list[Tensor]()
     for batch in batches:

@@ -75,7 +75,7 @@ class Shard:
         described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for tensor in tensors:
-            end = at + num_bytes(tensor, dtype)
+            end = at + _num_bytes(tensor, dtype)
             kind, shape = SAFETENSORS_TYPES[dtype], list(tensor.shape)
             described[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
             at = end
@@ -88,7 +88,7 @@ class Shard:
         """The bytes [begin, end); fewer at the end of the file."""
         parts, at = [self.header[begin:end]], len(self.header)
         for tensor in self.tensors:
-            past = at + num_bytes(tensor, self.dtype)
+            past = at + _num_bytes(tensor, self.dtype)
             if begin < past and at < end:
                 parts.append(self._read(tensor, max(begin, at) - at, min(end, past) - at))
             at = past
@@ -103,7 +103,7 @@ class Shard:
         return stored.tobytes()[begin - first * width : end - first * width]
 
 
-def num_bytes(tensor: PublishedTensor, dtype: str) -> int:
+def _num_bytes(tensor: PublishedTensor, dtype: str) -> int:
     return int(np.prod(tensor.shape, dtype=object)) * ITEM_BYTES[dtype]
 
 
@@ -114,7 +114,7 @@ def published_files(folder: Path) -> tuple[list[Shard], bytes]:
     groups: list[list[PublishedTensor]] = [[]]
     size, total = 0, 0
     for tensor in weights(file):
-        own = num_bytes(tensor, dtype)
+        own = _num_bytes(tensor, dtype)
         if groups[-1] and size + own > SHARD_BYTES:
             groups.append([])
             size = 0

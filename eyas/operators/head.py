@@ -39,14 +39,14 @@ KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 
 def rotation(rope: RopeConfig, dims: int, positions: Tensor) -> Rotation:
     """Cosines and sines of integer positions [...], float32 [..., dims] each, in equal halves."""
-    frequencies = frequencies_on(rope, dims, positions.device)
+    frequencies = _frequencies_on(rope, dims, positions.device)
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 @functools.cache
-def frequencies_on(rope: RopeConfig, dims: int, device: torch.device) -> Tensor:
+def _frequencies_on(rope: RopeConfig, dims: int, device: torch.device) -> Tensor:
     return torch.from_numpy(inverse_frequencies(rope, dims)).to(device)
 
 
