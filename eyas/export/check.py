@@ -155,7 +155,7 @@ def replayed_by(target: str | Path) -> str:
 
 
 def changed_findings(folder: Path) -> Iterator[CheckFinding]:
-    """Files that differ from eyas's manifest, here or in the folder above."""
+    """Files that differ from the manifest, here or in the folder above."""
     folder = folder.resolve()
     for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
         try:
@@ -287,7 +287,7 @@ def verifier_findings(
 
 
 def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[CheckFinding]:
-    """Flags that engines do not read: a warning for the engines of `named` forms, else a note."""
+    """Flags that engines do not read: a warning if their form is `named`, else a note."""
     for engine in ENGINES:
         if flags := engine.unread_flags(config):
             effects = dict.fromkeys(engine.unread[flag] for flag in flags)
@@ -300,8 +300,8 @@ def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[Che
 
 
 def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[CheckFinding]:
-    """Engines that do not serve this target with a head: a warning for the engines of `named`
-    forms, and if no engine does; else a note.
+    """Engines that do not serve this target with a head: a warning if their form is `named` or no
+    engine does, else a note.
     """
     family = target.model_type
     able = [engine.release for engine in ENGINES if engine.serves(family)]

@@ -244,8 +244,8 @@ def origin_of(head: Artifact) -> CardOrigin:
 
 
 def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head as it is served with this target: as long as the target at least (no weight depends on
-    it, and SGLang does not start with less), and without embeddings that equal the target's.
+    """A head as served with this target: at least as long (SGLang does not start with less, and no
+    weight depends on it), and without embeddings that equal the target's.
     """
     shape, tensors = read_head(source, vocabulary.config)
     length = max(shape.max_position_embeddings, vocabulary.config.max_position_embeddings)
@@ -258,9 +258,7 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
 def prove_equal(
     config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary
 ) -> None:
-    """Compare the head with what was written: config, tensors bit by bit, logits of a sample.
-    Raises CorruptError.
-    """
+    """Compare config, tensors bit by bit, and logits with what was written. Raises CorruptError."""
     hint = "check the disk or store, and export again"
     config_back, tensors_back = read_head(written, vocabulary.config)
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()

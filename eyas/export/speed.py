@@ -3,10 +3,10 @@
     TPOT      = round_ms(load, drafts) / tau(drafts)         plain decoding has tau 1
     tokens/s  = 1000 load / (TPOT + wait_ms(load, drafts))   wait: prefill and queue, per token
 
-Costs hold for one engine, card and target, and are measured with simulated acceptance (SGLang's
-SGLANG_SIMULATE_ACC_LEN, vLLM's `"rejection_sample_method": "synthetic"`) near a head's tau, since
-prefills of other requests lengthen rounds more at a larger tau. Load: concurrent requests; costs
-are interpolated over its square root, and nothing is foretold beyond the measured loads.
+Costs hold for one engine, card and target, measured with simulated acceptance near a head's tau
+(SGLANG_SIMULATE_ACC_LEN; vLLM's `"rejection_sample_method": "synthetic"`): the larger tau, the more
+do prefills lengthen rounds. Load: concurrent requests; costs are interpolated over its square root,
+and nothing is foretold beyond the measured loads.
 """
 
 from __future__ import annotations
