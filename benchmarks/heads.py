@@ -1,18 +1,15 @@
-"""A leaderboard of recipes for heads, speculators' own code among them: each trains a head on the
-same features, and tau of it is one line.
+"""A leaderboard of recipes for heads: each trains a head on the same features.
 
     python benchmarks/heads.py [--quick] [--features URL] [--passes 1 3 10] [--seeds 0 1 2]
     [--recipe "7 steps: objective.num_ttt_steps=7"] [--speculators] [--spec-bench 20]
 
-The target's answers to real prompts and their features are made once and kept, or given. `default`
-is `eyas train` as it is; a recipe is a name and settings of it. With --speculators its model, data
-collation, loss, optimizers, schedule and defaults train a head too (PyTorch's attention and its
-eager loss, which is what runs without a GPU), with the same draft vocabulary. All have --tokens
-tokens a step. tau is that of `eyas eval` on the features that were held out: chains of 5 and the
-default tree, greedy; with --spec-bench also on so many prompts of each of Spec-Bench's tasks in the
-engine, greedy and at temperature 1. What is done is kept in --folder, so that a cut run goes on.
-The last line of stdout is one JSON object: by passes and recipe, tau of each seed, its mean, CPU
-seconds, and the mean by that of the first recipe.
+Features are made once, or given. `default` is `eyas train`; a recipe is a name and settings of it.
+--speculators trains a head with its model, collation, loss (eager, with PyTorch's attention, as
+without a GPU), optimizers, schedule and defaults, and our draft vocabulary. All have --tokens
+tokens a step. tau is `eyas eval`'s on held-out features: chains of 5 and the default tree, greedy;
+--spec-bench adds that many prompts of each of Spec-Bench's tasks, also at temperature 1. A cut run
+continues from --folder. The last line is one JSON object: by passes and recipe, tau of each seed,
+its mean (also by that of the first recipe), and CPU seconds.
 """
 
 from __future__ import annotations
@@ -61,17 +58,14 @@ EVAL = EvalConfig(num_draft_steps=5, trees=("fixed(6,3,12)",))
 IN_ENGINE = EvalConfig(
     trees=("fixed(5,1,6)", "fixed(6,3,12)"), temperatures=(0.0, 1.0), max_tokens=96
 )
-STOP = {"measurements": 2}  # each takes as long as some training steps: runs are short here
+STOP = {"measurements": 2}  # runs are short here
 OPEN_PACKS = 32  # rows that still take samples
-CLIP = 1.0  # speculators' trainer has it as a number in its loop
+CLIP = 1.0  # as in the loop of speculators' trainer
 
 
 def plan_packs(lengths: Sequence[int], num_tokens: int, seed: str) -> list[list[int]]:
-    """Numbers of the samples of each of their rows, every sample once: lengths sum to num_tokens at
-    most, unless one sample alone is longer.
-
-    Samples are shuffled, then each goes into the first of the last rows begun that has room for it:
-    little padding, and rows that differ from pass to pass. Deterministic.
+    """Numbers of the samples of each row, every sample once: lengths sum to num_tokens at most,
+    unless one sample alone is longer. Shuffled samples go to the first of the last rows with room.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))
@@ -107,9 +101,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One head: a recipe's settings (None: speculators'), passes and a seed. of: what else its
-    figures are of, in a word.
-    """
+    """One head. settings: None is speculators. of: what else its figures depend on."""
 
     recipe: str
     settings: tuple[str, ...] | None
@@ -118,7 +110,6 @@ class Try:
     of: str
 
     def folder(self, args: argparse.Namespace) -> Path:
-        """Another one for whatever would give other figures."""
         digest = hashlib.sha256(f"{self.of} {self.settings}".encode()).hexdigest()[:8]
         name = f"{self.recipe}-{self.passes}-{self.seed}-{digest}"
         return Path(args.folder) / name.replace(" ", "-").replace("/", "-")
@@ -133,40 +124,29 @@ def our_head(args: argparse.Namespace, features: Artifact, one: Try, output: Art
         train(config, args.target, train_on, output, track, held)
 
 
-class TheirSamples(torch.utils.data.Dataset[dict[str, Any]]):
-    """Our features as speculators' data set hands them to its collation, in its dtype."""
-
-    def __init__(self, samples: list[Sample]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        sample = self.samples[number]
-        length = len(sample.token_ids)
-        return {
-            "hidden_states": sample.aux_hidden.float(),
-            "input_ids": sample.token_ids,
-            "verifier_last_hidden_states": sample.last_hidden.float(),
-            "loss_mask": sample.loss_mask,
-            "lengths": torch.tensor([length]),
-            "position_ids": torch.arange(length),
-        }
+def their_sample(sample: Sample) -> dict[str, Any]:
+    """A sample for speculators' collation, in its dtype."""
+    length = len(sample.token_ids)
+    return {
+        "hidden_states": sample.aux_hidden.float(),
+        "input_ids": sample.token_ids,
+        "verifier_last_hidden_states": sample.last_hidden.float(),
+        "loss_mask": sample.loss_mask,
+        "lengths": torch.tensor([length]),
+        "position_ids": torch.arange(length),
+    }
 
 
 def in_float32(
     gradient: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """torch.optim.Muon's iteration, as a CPU without fast bfloat16 can do it."""
+    """torch.optim.Muon's iteration for CPUs without fast bfloat16."""
     group = {"ns_coefficients": coefficients, "ns_steps": steps, "eps": eps}
     return orthogonalised(gradient.bfloat16(), group)
 
 
 def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: Path) -> None:
-    """Train with speculators' parts in the order of its `Trainer.train_epoch`, which itself asks
-    for an accelerator.
-    """
+    """Train as speculators' `Trainer.train_epoch`, which needs an accelerator."""
     passes, device = one.passes, default_device()
     target = str(whole_folder(hub.resolve_target(args.target)))
     defaults = TheirConfig.from_flat(
@@ -187,10 +167,9 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     shape.num_hidden_layers, shape.tie_word_embeddings = 1, False
     chosen = {**flat, "t2d": t2d, "d2t": d2t, "draft_vocab_size": len(d2t)}
     model = Eagle3DraftModel.from_training_args(shape, **chosen).float().to(device)
-    model.verifier_norm = torch.nn.Identity()  # our last hidden states are behind the norm
+    model.verifier_norm = torch.nn.Identity()  # our last hidden states are normed
     numbers = [[number] for number in range(len(source))]
     samples = [sample for batch in source.batches(numbers) for sample in batch]
-    data = TheirSamples(samples)
     collate = CollateFn(args.tokens, shape.hidden_size, 3, torch.float32, shift_batch)
     orders = [plan_packs(source.lengths, args.tokens, f"{one.seed}/{n}") for n in range(passes)]
     plans = [plan for order in orders for plan in order]
@@ -201,7 +180,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
         **{name: flat[name] for name in flat if name.startswith("muon_") and name != "muon_lr"},
         muon_lr=flat["muon_lr"] or flat["lr"],
     )
-    if not multiplies_bf16(device):  # the same iteration as ours, in float32, so that a run ends
+    if not multiplies_bf16(device):
         _muon._zeropower_via_newtonschulz = in_float32
     optimizers = build_optimizers(model, config)
     warmup, total = _resolve_scheduler_steps(config._replace(max_steps=len(plans)), len(plans))
@@ -210,7 +189,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     model.train()
     with progress_bar(f"speculators, {passes} passes") as track:
         for step, plan in enumerate(plans, 1):
-            collated = collate([data[number] for number in plan])
+            collated = collate([their_sample(samples[number]) for number in plan])
             batch = {
                 name: of.to(device) if isinstance(of, torch.Tensor) else of
                 for name, of in collated.items()
@@ -230,7 +209,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
 def measured(
     args: argparse.Namespace, features: Artifact, head: str, folder: Path
 ) -> dict[str, Any]:
-    """tau of chains and of the tree, each with its interval; and that of Spec-Bench."""
+    """tau and interval of chains, the tree, and Spec-Bench."""
     output = Artifact(str(folder))
     evaluate(EVAL, args.target, head, output, Features(features, "held_out"))
     found = output.read_json("eval.json")
@@ -256,7 +235,7 @@ def measured(
 
 
 def figures(args: argparse.Namespace, features: Artifact, one: Try) -> dict[str, Any]:
-    """Those of one head, which is trained if it was not."""
+    """Of one head, trained unless it was before."""
     folder = one.folder(args)
     kept = folder / "figures.json"
     if not kept.exists():
@@ -273,7 +252,7 @@ def figures(args: argparse.Namespace, features: Artifact, one: Try) -> dict[str,
 
 
 def line(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A recipe's line: of its seeds the CPU seconds, and tau of each with the mean."""
+    """A recipe's line, over its seeds."""
     taus = {name: [row["tau"][name]["tau"] for row in rows] for name in rows[0]["tau"]}
     return {
         "cpu_s": [row["cpu_s"] for row in rows],

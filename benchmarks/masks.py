@@ -1,13 +1,11 @@
-"""Conversations that eyas did not generate: how many have tokens, for each tokenizer, whether they
-are those on record, and how fast.
+"""Loss masks of conversations that eyas did not generate, by tokenizer: taken, wrong, refused, and
+rows per second; then the rows on record (tests/goldens/masks.json).
 
     python benchmarks/masks.py [--quick] [--data FOLDER] [--rows N]
 
-A row is one answer with all that came before it. FOLDER holds conversations (JSON lines, .gz, with
-messages) and tokenizers/ with one folder each; by default ../shared/data beside the checkout. The
-built-in tokenizer is always there. Then the rows on record (tests/goldens/masks.json), which two
-independent ways had to agree on: how many are equal, refused, different. Exits with 1 where one is
-different or a row does not say what the conversation says. The last line of stdout is one JSON.
+A row is one answer with all turns before it. FOLDER (by default ../shared/data) holds conversations
+(JSON lines, .gz) and tokenizers/; the built-in one is always measured. Exits with 1 if a row is
+wrong or differs from the record. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from eyas.chat import Chat
 from eyas.errors import TemplateError
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the record is the tests'
+sys.path.insert(0, str(ROOT))
 
 from tests import mask_rows  # noqa: E402
 
@@ -41,7 +39,7 @@ OPTIONS = {"enable_thinking": False}  # answers of other models have no thoughts
 
 
 def answers(folder: Path, count: int) -> Iterator[list[dict[str, Any]]]:
-    """Conversations up to one of their answers, equally many from each set."""
+    """Conversations up to one of their answers, as many from each set."""
     for name in SETS:
         path = folder / f"{name}.jsonl.gz"
         if not path.exists():
@@ -75,7 +73,6 @@ def measure(name: str, folder: str, rows: list[list[dict[str, Any]]]) -> dict[st
 
 
 def on_record() -> dict[str, int]:
-    """The rows on record, by what becomes of them."""
     golden = json.loads(mask_rows.GOLDEN.read_text())
     outcome: Counter[str] = Counter(equal=0, refused=0, different=0)
     with tempfile.TemporaryDirectory() as root:
@@ -85,13 +82,11 @@ def on_record() -> dict[str, int]:
                 if name not in golden[family]:
                     continue
                 try:
-                    is_equal = (
-                        mask_rows.digest(*chat.answered(messages, tools)) == golden[family][name]
-                    )
+                    found = mask_rows.digest(*chat.answered(messages, tools))
                 except TemplateError:
                     outcome["refused"] += 1
                 else:
-                    outcome["equal" if is_equal else "different"] += 1
+                    outcome["equal" if found == golden[family][name] else "different"] += 1
     return dict(outcome)
 
 
@@ -103,14 +98,11 @@ def main() -> None:
     args = parser.parse_args()
     count = 300 if args.quick else args.rows
     rows = list(answers(args.data, count))[:count]
-    others = sorted(path for path in (args.data / "tokenizers").glob("*") if path.is_dir())
-    folders = {
-        builtin.BUILTIN: str(builtin.target_folder()),
-        **{one.name: str(one) for one in others},
-    }
+    folders = {builtin.BUILTIN: builtin.target_folder()}
+    folders |= {one.name: one for one in sorted((args.data / "tokenizers").glob("*/"))}
     measured = []
     for name, folder in folders.items():
-        measured.append(measure(name, folder, rows))
+        measured.append(measure(name, str(folder), rows))
         print(measured[-1], flush=True)
     record = on_record()
     print(f"on record: {record}", flush=True)

@@ -1,13 +1,11 @@
-"""tau of heads by task: emitted tokens a round, greedy, of a chain of five and of the default tree.
+"""tau of heads by task, greedy, with a chain of five and the default tree.
 
     python benchmarks/tau.py [--quick] [--target smollm2] [--head smollm2 ANOTHER ...]
     [--prompts 80] [--max-tokens 128] [--data FOLDER]
 
-FOLDER (by default ../shared/data) holds what no head was trained on: Spec-Bench (its six tasks:
-chat, translation, summarization, questions, maths, retrieval) and dialogues, word problems and
-commands. As many prompts of each task as asked for; those that leave no room for an answer are
-left out. tau is over all rounds of a group, its 95 % interval over answers. The last line of stdout
-is one JSON object.
+FOLDER (by default ../shared/data) holds text that no head was trained on: Spec-Bench's six tasks,
+and dialogues, word problems and commands; prompts without room for an answer are left out. tau is
+over all rounds of a group, its 95 % interval over answers. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ def arguments() -> argparse.Namespace:
 
 
 def asked(args: argparse.Namespace) -> dict[str, list[EvalPrompt]]:
-    """The prompts of each group that leave room for an answer."""
     chat = Chat(hub.resolve_target(args.target))
     groups = {
         "Spec-Bench": held_out.spec_bench(args.data),
@@ -66,7 +63,7 @@ def asked(args: argparse.Namespace) -> dict[str, list[EvalPrompt]]:
 
 
 def measured(args: argparse.Namespace, head: str, prompts: list[EvalPrompt]) -> dict[str, Any]:
-    """By tree: tau of the group with its interval, and of each task."""
+    """By tree and task, and over all tasks."""
     config = EvalConfig(
         trees=TREES,
         temperatures=(0.0,),
@@ -102,10 +99,8 @@ def main() -> None:
             for tree, by_task in by_tree.items():
                 for task, one in by_task.items():
                     interval = "-".join(map(str, one["interval"] or ["?"]))
-                    print(
-                        f"  {group:12} {tree:14} {task:14} {one['tau']:.2f} ({interval}) "
-                        f"of {one['answers']}"
-                    )
+                    tau = f"{one['tau']:.2f} ({interval}) of {one['answers']}"
+                    print(f"  {group:12} {tree:14} {task:14} {tau}")
     print(json.dumps({"target": args.target, "max_tokens": args.max_tokens, "tau": found}))
 
 

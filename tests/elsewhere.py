@@ -1,9 +1,6 @@
-"""A device that is not the CPU, on a machine that has none: what a GPU refuses is refused.
-
-Tensors on it compute on the CPU, with the CPU's bits, and say that they are on "lazy": a name that
-torch knows, that needs no driver, and whose backward runs in this thread. Operators
-that mix them with tensors of the CPU raise as CUDA's do, as does `numpy()`. Precision and kernels
-of a GPU are not there: for those is test_gpu.py.
+"""A device for machines without a GPU that refuses what a GPU refuses: operators that mix its
+tensors with the CPU's, and `numpy()`. It computes on the CPU, under the name "lazy", which torch
+knows without a driver and whose backward runs in this thread. test_gpu.py has a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from eyas.train import batches
 NAME = "lazy"
 aten = torch.ops.aten
 CROSSING = {aten.copy_.default, aten._to_copy.default}
-# on CUDA, too, the indices may be on the CPU
+# whose indices may be on the CPU, as with CUDA
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
@@ -42,17 +39,15 @@ class Elsewhere(torch.Tensor):
         return made
 
     def __getitem__(self, at: Any) -> Any:
-        """Torch itself would make tensors of lists of places, past the operators."""
+        # torch itself would make tensors of lists, past the operators
         parts = at if isinstance(at, tuple) else (at,)
         made = tuple(torch.tensor(one) if isinstance(one, list) else one for one in parts)
         return super().__getitem__(made)
 
     def tolist(self) -> Any:
-        """As a GPU's: by a copy."""
         return self.host.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raises what a GPU's raises."""
         raise TypeError(f"can't convert {NAME} tensor to numpy: copy it to host memory first")
 
     @classmethod
@@ -61,7 +56,7 @@ class Elsewhere(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """So that factories, which take no tensor, make tensors of the device."""
+    """Factories, which take no tensor, make tensors of the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _computed(func, args, kwargs or {})
@@ -100,9 +95,7 @@ def _host(one: Any) -> Any:
 
 @contextlib.contextmanager
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Within the block the device is there, and its name comes out. Nothing is cast there by
-    autocast, which knows no such device.
-    """
+    """The device's name, while it exists. Autocast, which does not know it, casts nothing there."""
     autocast, is_enabled, tensor = torch.autocast, torch.is_autocast_enabled, torch.tensor
 
     def made(data: Any, *, device: Any = None, **named: Any) -> torch.Tensor:
@@ -119,7 +112,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         patched.setattr(torch, "tensor", made)
         # in this thread, where the mode holds
         patched.setattr(batches, "ahead", lambda made, jobs, *_: (made(one) for one in jobs))
-        # what the backward computes again asks torch for a module of the device
+        # checkpoint asks torch for a module of the device
         patched.setattr(ttt, "checkpoint", lambda function, *given, **_: function(*given))
         # views of a subclass are not made in inference mode
         patched.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())

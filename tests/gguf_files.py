@@ -1,6 +1,4 @@
-"""GGUF files of tiny targets, written by the format's own package as llama.cpp's converter
-(conversion/*.py) lays them out; names of tensors are the package's own map.
-"""
+"""GGUF files of tiny targets, written by the `gguf` package as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests.tiny import read_tensors
 
 F32 = gguf.GGMLQuantizationType.F32
 NAMES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-# ggml's name by model type, where it is another
+# ggml's names that differ, by model type
 ARCHITECTURES = {
     "llama4_text": "llama4",
     "mistral": "llama",
@@ -35,23 +33,15 @@ INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 
 
 def interleaved(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of q or k as ggml's rotary embedding wants them: row i of the first half of a head
-    beside row i of its second.
-    """
-    D = values.shape[0] // heads
-    order = [
-        head * D + half * (D // 2) + i
-        for head in range(heads)
-        for i in range(D // 2)
-        for half in range(2)
-    ]
-    return np.ascontiguousarray(values[order])
+    """ggml's rows of q or k: row i of the first half of a head beside row i of its second."""
+    order = np.arange(len(values)).reshape(heads, 2, -1).swapaxes(1, 2)
+    return np.ascontiguousarray(values[order.reshape(-1)])
 
 
 def converted(
     folder: Path, config: Any, architecture: str
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """A checkpoint's tensors under the names that the package maps, in ggml's order."""
+    """A checkpoint's tensors under names that the package maps, in ggml's order."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     experts: dict[str, list[NDArray[np.float32]]] = {}
     for name, tensor in sorted(read_tensors(folder).items(), key=_by_expert):
@@ -90,7 +80,7 @@ def _by_expert(item: tuple[str, Any]) -> tuple[str, int]:
 def _unstacked(
     name: str, values: NDArray[np.float32], by_turns: bool
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """All experts of a layer, inputs first: gate and up lie by turns, or up behind gate."""
+    """All experts of a layer, inputs first: gate and up alternate, or up follows gate."""
     is_bias = name.endswith("_bias")
     stem, kind = name.removesuffix("_bias"), "bias" if is_bias else "weight"
     values = values if is_bias else values.swapaxes(1, 2)
@@ -104,7 +94,7 @@ def _unstacked(
 
 
 def model_metadata(config: Any, architecture: str) -> dict[str, Any]:
-    """What the converter writes of a config: `set_gguf_parameters` of base.py and of its model."""
+    """As `set_gguf_parameters` of the converter's base.py and of the model."""
     settings = config.to_dict()
     rope = settings["rope_parameters"]
     rope = rope.get("full_attention", rope)
@@ -134,13 +124,12 @@ def model_metadata(config: Any, architecture: str) -> dict[str, Any]:
         found["rope.scaling.original_context_length"] = original
     for key in ("beta_fast", "beta_slow"):
         found[f"rope.scaling.yarn_{key}"] = rope.get(key)
-    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3", "olmo2", "exaone4"):
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4"):
         found["attention.sliding_window"] = settings.get("sliding_window")
     if architecture == "phi3":
         found["attention.sliding_window"] = settings.get("sliding_window") or 0
-    return {f"{architecture}.{key}": value for key, value in found.items()} | {
-        f"{architecture}.{key}": value for key, value in _own(settings, rope, architecture).items()
-    }
+    found |= _own(settings, rope, architecture)
+    return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
 def _own(settings: dict[str, Any], rope: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -187,10 +176,7 @@ def gguf_file(
     changes: dict[str, Any] | None = None,
     add: dict[str, NDArray[np.float32]] | None = None,
 ) -> Path:
-    """Write a tiny target as a GGUF file, its matrices in a type of ggml's.
-
-    changes: metadata to set otherwise; None leaves a key out. add: tensors by ggml's name.
-    """
+    """changes: of metadata; None leaves a key out. add: tensors by ggml's name."""
     config = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     settings = model_metadata(config, architecture)
@@ -221,7 +207,6 @@ def gguf_file(
 
 
 def tokenizer_metadata(folder: Path) -> dict[str, Any]:
-    """The vocabulary of a tiny target: byte-level BPE without a rule of its own, so GPT-2's."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = {

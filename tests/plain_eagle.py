@@ -1,8 +1,5 @@
-"""EAGLE-3's unroll and objective written out as loops over slots and steps, in float64, from the
-description alone.
-
-Slow on purpose, and of the package it uses the table of rotations alone: attention is a list of
-keys, a mask is an `if`.
+"""EAGLE-3's unroll and objective as plain loops over slots and steps, in float64; of the package
+only the table of rotations is used.
 """
 
 from __future__ import annotations
@@ -32,10 +29,9 @@ class Example:
 
 
 def weights_of(head: Head) -> Weights:
-    """Copies of a head's weights as float64 leaves that collect gradients."""
-    return {
-        name: weight.detach().double().requires_grad_() for name, weight in head.named_parameters()
-    }
+    """A head's weights as float64 leaves that collect gradients."""
+    weights = head.named_parameters()
+    return {name: weight.detach().double().requires_grad_() for name, weight in weights}
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,9 +39,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turned(x: Tensor, position: int, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel pairs (d, d + D/2) of a vector [D]; test_rope.py holds the table to
-    transformers'.
-    """
+    """Rotate channel pairs (d, d + D/2) of a vector [D]; test_rope.py proves the table."""
     half = len(x) // 2
     out = [x[0]] * (2 * half)
     for d in range(half):
@@ -67,13 +61,10 @@ class PlainHead:
     def feature(self, aux: Tensor) -> Tensor:
         eps, third = self.c.rms_norm_eps, len(aux) // 3
         if self.c.fc_norm:
+            streams = aux.split(third)
             weights = [self.w[f"fc_norm.{stream}.weight"] for stream in range(3)]
-            aux = torch.cat(
-                [
-                    normed(aux[i * third : (i + 1) * third], weight, eps)
-                    for i, weight in enumerate(weights)
-                ]
-            )
+            pairs = zip(streams, weights, strict=True)
+            aux = torch.cat([normed(stream, weight, eps) for stream, weight in pairs])
         if self.c.norm_before_fc:
             aux = normed(aux, self.w["input_norm.weight"], eps)
         return self.w["fc.weight"] @ aux
@@ -85,23 +76,16 @@ class PlainHead:
 
     def key_value(self, x: Tensor, position: int) -> list[tuple[Tensor, Tensor]]:
         """One pair per key head."""
-        D = self.c.head_dim
         k, v = (
-            self.w["midlayer.self_attn.k_proj.weight"] @ x,
-            self.w["midlayer.self_attn.v_proj.weight"] @ x,
+            (self.w[f"midlayer.self_attn.{letter}_proj.weight"] @ x).split(self.c.head_dim)
+            for letter in "kv"
         )
-        heads = range(self.c.num_key_value_heads)
-        return [
-            (turned(k[i * D : (i + 1) * D], position, self.table), v[i * D : (i + 1) * D])
-            for i in heads
-        ]
+        return [(turned(k[i], position, self.table), v[i]) for i in range(len(k))]
 
     def step(
         self, x: Tensor, h: Tensor, position: int, seen: Sequence[list[tuple[Tensor, Tensor]]]
     ) -> Tensor:
-        """The layer's output at one slot: `seen` are the key-value pairs of what it attends to,
-        itself the last; with a window, to so many of them from the end.
-        """
+        """The layer's output at one slot. seen: its keys and values, its own last."""
         seen = seen if self.c.sliding_window is None else seen[-self.c.sliding_window :]
         D, eps = self.c.head_dim, self.c.rms_norm_eps
         q = self.w["midlayer.self_attn.q_proj.weight"] @ x
@@ -117,10 +101,7 @@ class PlainHead:
             h = normed(h, self.w["midlayer.hidden_norm.weight"], eps)
         h = h + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
         x = normed(h, self.w["midlayer.post_attention_layernorm.weight"], eps)
-        gate, up = (
-            self.w["midlayer.mlp.gate_proj.weight"] @ x,
-            self.w["midlayer.mlp.up_proj.weight"] @ x,
-        )
+        gate, up = (self.w[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
         h = h + self.w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
         return normed(h, self.w["norm.weight"], eps) if self.c.norm_output else h
 
@@ -137,9 +118,7 @@ class PlainHead:
         num_steps: int,
         next_token: Callable[[int, Tensor], int],
     ) -> list[Tensor]:
-        """Outputs of steps 0 .. of one slot; next_token(step, previous output) is the token that
-        the step embeds.
-        """
+        """Outputs of one slot's steps; next_token(step, previous output): the token it embeds."""
         features = [self.feature(example.aux[t]) for t in range(slot + 1)]
         inputs = [
             self.layer_input(embed[example.tokens[t + 1]], features[t]) for t in range(slot + 1)
@@ -199,7 +178,6 @@ def plain_objective(
     target_ids: list[int],
     wanted: Wanted,
 ) -> PlainOutcome:
-    """The objective, conversation by conversation, slot by slot, step by step."""
     losses: list[list[Tensor]] = [[] for _ in range(wanted.num_steps)]
     judged, hits = [0] * wanted.num_steps, [0] * wanted.num_steps
     for example in examples:

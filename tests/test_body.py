@@ -15,9 +15,8 @@ from eyas.hub import resolve_target
 from eyas.model.target import Target
 from eyas.operators.head import load_head
 from tests.gguf_files import gguf_file
-from tests.test_head import FLAGS
 from tests.tiny import LLAMA3, tiny_target
-from tests.tiny_head import head_folder
+from tests.tiny_head import FLAGS, head_folder
 
 body = random_models.body
 OWN = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 8}

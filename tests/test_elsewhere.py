@@ -1,4 +1,4 @@
-"""What runs on a GPU, on a device that refuses what a GPU refuses: the CPU's results."""
+"""What runs on a GPU has the CPU's results on a device that refuses what a GPU refuses."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def world(tmp_path_factory) -> tuple[Path, Artifact]:
     folder = tmp_path_factory.mktemp("world")
     target = tiny_target(folder / "target", num_hidden_layers=8)
     loaded = Target.load(target)
-    samples = samples_of(loaded, greedy_answers(target, 24), "sample")
-    return target, write_features(folder / "features", loaded, samples[:16], samples[16:])
+    samples = samples_of(loaded, greedy_answers(target, 12), "sample")
+    return target, write_features(folder / "features", loaded, samples[:8], samples[8:])
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def trains_on(device: str) -> Iterator[Ranks]:
 
 @pytest.fixture
 def optimizer_of_any_device(monkeypatch) -> None:
-    """Torch has a fused AdamW, which knows found_inf, for the devices that it knows."""
+    """Torch's fused AdamW, which knows found_inf, is for known devices."""
 
     class Plain(torch.optim.AdamW):
         def __init__(self, groups, betas, **_):
@@ -166,16 +166,8 @@ def test_a_heads_own_embeddings_go_there(monkeypatch):
 
 @pytest.mark.usefixtures("optimizer_of_any_device")
 def test_transformers_computes_features_there(world, tmp_path, monkeypatch):
-    """Those of a trainer in the same process are computed in a thread, where no mode holds."""
     target, _ = world
-    turns = [
-        "A table for two.",
-        "In San Jose.",
-        "At seven.",
-        "It is booked.",
-        "Thanks.",
-        "Bye now.",
-    ]
+    turns = "A table for two.", "In San Jose.", "At seven.", "It is booked.", "Thanks.", "Bye now."
     dialogues = [turns[number % 4 :] for number in range(8)]
     answers = write_answers(target, tmp_path / "answers", dialogues)
     config = CaptureConfig(target=str(target), decoder="transformers", held_out_share=0.3)

@@ -22,18 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import engines
 
 ROW = {
-    "engine": "vLLM",
-    "head": "packaged",
-    "speculation": "fixed(4,1,5)",
-    "fault": "",
-    "equal": 19,
-    "ties": 1,
-    "answers": 20,
-    "foretold": 2.352,
-    "tau": 2.34,
-    "tau_interval": [2.1, 2.6],
-    "tokens_per_second": 12.3,
-}
+    "engine": "vLLM", "head": "packaged", "speculation": "fixed(4,1,5)", "fault": "",
+    "equal": 19, "ties": 1, "answers": 20, "foretold": 2.352, "tau": 2.34,
+    "tau_interval": [2.1, 2.6], "tokens_per_second": 12.3,
+}  # fmt: skip
 
 
 def test_the_table_of_recorded_rows():
@@ -65,17 +57,18 @@ def exported(tmp_path) -> Path:
     return write_folder(write_head(config, tensors, "vllm", Verifier()), tmp_path / "head")
 
 
+def config_in(folder: str | Path) -> dict:
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
 @pytest.mark.parametrize("fault", engines.FAULTS)
 def test_a_wrong_export_differs_in_one_key(exported, fault):
-    right = json.loads((exported / "config.json").read_text())
-    place = engines.spoiled({"head_vllm": str(exported)}, fault)["head_vllm"]
-    wrong = json.loads((Path(place) / "config.json").read_text())
+    right = config_in(exported)
+    wrong = config_in(engines.spoiled({"head_vllm": str(exported)}, fault)["head_vllm"])
     (key,) = [key for key in right if right[key] != wrong[key]]
+    early = [layer - 1 for layer in right[engines.LAYER_IDS]]
     assert (key, wrong[key]) == {
-        "layers one early": (
-            engines.LAYER_IDS,
-            [layer - 1 for layer in right[engines.LAYER_IDS]],
-        ),
+        "layers one early": (engines.LAYER_IDS, early),
         "norm_output lost": ("norm_output", False),
     }[fault]
 
@@ -83,16 +76,15 @@ def test_a_wrong_export_differs_in_one_key(exported, fault):
 def test_a_wrong_sglang_head_has_its_layers_where_sglang_reads_them(tmp_path):
     config, tensors = tiny_head(tiny_target(tmp_path / "target"), norm_output=True)
     right = write_folder(write_head(config, tensors, "sglang", Verifier()), tmp_path / "head")
-    folders = {"head_sglang": str(right)}
-    ids = json.loads((right / "config.json").read_text())["eagle_config"][engines.LAYER_IDS]
-    place = engines.spoiled(folders, "layers one early", "head_sglang")["head_sglang"]
-    wrong = json.loads((Path(place) / "config.json").read_text())
+    ids = config_in(right)["eagle_config"][engines.LAYER_IDS]
+    told = {"head_sglang": str(right)}, "layers one early", "head_sglang"
+    wrong = config_in(engines.spoiled(*told)["head_sglang"])
     assert wrong["eagle_config"][engines.LAYER_IDS] == [layer - 1 for layer in ids]
     assert engines.LAYER_IDS not in wrong
 
 
 def test_layers_are_written_into_what_openvino_converted(tmp_path):
-    """The second command of the card, on the part of a converted head that it changes."""
+    """By the card's second command."""
     command = Launch("m", 3, 1, 4, taps=(1, 14, 26)).command("openvino")
     info = f"<rt_info>\n\t\t{EAGLE3_MODE}\n\t</rt_info>"
     (tmp_path / "openvino-ir").mkdir()
@@ -134,25 +126,19 @@ def test_forms_of_engines_whose_flags_are_read(tmp_path):
     assert flags["llama.cpp"](modern) == ["fc_norm", "norm_output"]
 
 
-@pytest.mark.parametrize(
-    ("family", "titles"),
-    [
-        ("llama", {"SGLang", "vLLM", "llama.cpp", "OpenVINO"}),
-        ("qwen2", {"SGLang", "vLLM", "OpenVINO"}),
-        ("qwen3_5_text", {"SGLang", "vLLM", "llama.cpp"}),
-        ("gemma3_text", {"SGLang", "vLLM"}),
-        ("glm4_moe", {"SGLang", "vLLM"}),
-        ("granite", {"vLLM"}),
-        ("smollm3", {"vLLM", "OpenVINO"}),
-        ("lfm2", {"llama.cpp"}),
-        ("gpt2", set()),
-    ],
-)
-def test_targets_that_engines_serve_with_a_head(family, titles):
-    assert {engine.title for engine in ENGINES if engine.serves(family)} == titles
-
-
-def test_every_target_of_the_table_is_named_once():
+def test_targets_that_engines_serve_with_a_head_are_named_once():
+    for family, titles in {
+        "llama": ["SGLang", "vLLM", "llama.cpp", "OpenVINO"],
+        "qwen2": ["SGLang", "vLLM", "OpenVINO"],
+        "qwen3_5_text": ["SGLang", "vLLM", "llama.cpp"],
+        "gemma3_text": ["SGLang", "vLLM"],
+        "glm4_moe": ["SGLang", "vLLM"],
+        "granite": ["vLLM"],
+        "smollm3": ["vLLM", "OpenVINO"],
+        "lfm2": ["llama.cpp"],
+        "gpt2": [],
+    }.items():
+        assert [engine.title for engine in ENGINES if engine.serves(family)] == titles
     for engine in ENGINES:
         names = engine.families.split()
         assert len(names) == len(set(names))

@@ -1,10 +1,7 @@
-"""`eyas eval` as people call it: from prompts alone, on heads of any form, and one clear error for
-bad input.
-"""
+"""The command `eyas eval`: from prompts alone, on heads of any form, and clear errors."""
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import pytest
@@ -18,7 +15,7 @@ from eyas.settings import validated
 from tests.test_cli import RUN, assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
-from tests.tiny_prompts import SOURCES, eval_prompts
+from tests.tiny_prompts import SOURCES, eval_prompts, prompts_file
 
 SMALL = ("-s", "max_tokens=12", "-s", "models.max_length=200")
 
@@ -30,13 +27,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "held_out.jsonl.gz"
-    rows = [
-        {"id": one.id, "source": one.source, "messages": list(one.messages)}
-        for one in eval_prompts(9)
-    ]
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    return path
+    return prompts_file(tmp_path_factory.mktemp("prompts"), 9)
 
 
 def test_from_prompts_alone(target, prompts, tmp_path):
@@ -61,7 +52,6 @@ def test_from_prompts_alone(target, prompts, tmp_path):
 
 
 def test_against_another_head(target, prompts, tmp_path):
-    """Both on the same prompts; exit code 3 where the new one is not shown to be better."""
     heads = [head_folder(target, tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 1))]
     words = ("eval", heads[0], "-t", target, "--prompts", prompts, "--against", heads[1])
     words += ("--trees", "fixed(2,2,4)", "--temperatures", "0", *SMALL)
@@ -107,25 +97,25 @@ def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
     empty, other = tmp_path / "empty.jsonl", tmp_path / "other.jsonl"
     empty.write_text("")
     other.write_text('{"text": "no turns"}\n')
+    asked = ("--prompts", prompts)
     for options, words in {
         (): ("nothing to measure with", "--prompts"),
         ("--prompts", tmp_path / "absent.jsonl"): ("no prompts at",),
         ("--prompts", empty): ("has no prompts",),
         ("--prompts", other): ("no user turn",),
-        ("--prompts", prompts, "--trees", "fixed(1,2"): ("speculation is 'fixed(1,2'",),
-        ("--prompts", prompts, "--trees", "fixed(99,2,4)"): ("num_draft_steps is 99",),
-        ("--prompts", prompts, "--temperatures", "warm"): ("temperatures",),
-        ("--prompts", prompts, "--temperatures", "-1"): ("temperatures",),
-        ("--prompts", prompts, "-s", "models.dtype=int3"): ("models.dtype",),
-        ("--prompts", prompts, "-s", "models.max_length=20", "-s", "max_tokens=12"): (
-            "none of the 9 held-out prompts",
-        ),
-        ("--prompts", prompts, "--tolerance", "0.1"): ("no other head", "--against"),
-        ("--prompts", prompts, "--against", tmp_path / "absent"): ("no head folder",),
+        (*asked, "--trees", "fixed(1,2"): ("speculation is 'fixed(1,2'",),
+        (*asked, "--trees", "fixed(99,2,4)"): ("num_draft_steps is 99",),
+        (*asked, "--trees", "off"): ("there is no tau",),
+        (*asked, "--temperatures", "warm"): ("temperatures",),
+        (*asked, "--temperatures", "-1"): ("temperatures",),
+        (*asked, "-s", "models.dtype=int3"): ("models.dtype",),
+        (*asked, "-s", "models.max_length=20", "-s", "max_tokens=12"): ("none of the 9 held-out",),
+        (*asked, "--tolerance", "0.1"): ("no other head", "--against"),
+        (*asked, "--against", tmp_path / "absent"): ("no head folder",),
         ("--features", tmp_path / "absent"): ("does not exist",),
     }.items():
         assert_one_clear_error(run_eyas(*base, *options), *words)
-    rest = ("-o", tmp_path / "out", "--prompts", prompts)
+    rest = ("-o", tmp_path / "out", *asked)
     absent = run_eyas("eval", tmp_path / "no-head", "-t", target, *rest)
     assert_one_clear_error(absent, "no head folder")
     elsewhere = tiny_target(tmp_path / "elsewhere", num_hidden_layers=8, seed=3)
@@ -146,7 +136,6 @@ def test_a_run_ends_with_what_eval_measured():
 
 
 def test_a_run_measures_as_it_serves():
-    """The device was once left out: eval of a run on a GPU ran on the CPU."""
     serve = {"dtype": "bfloat16", "threads": 3, "engine": {"max_length": 99}}
     run = {**RUN, "serve": serve, "bench": {"seed": 7, "max_tokens": 33}}
     asked = as_served(validated(RunConfig, run, "run.yaml"))
@@ -156,7 +145,7 @@ def test_a_run_measures_as_it_serves():
 
 
 def test_what_eval_measures_by_default_is_worth_its_time():
-    """Four measurements of 100 answers of 64 tokens, in `eyas run` too, whatever bench asks for."""
+    """In `eyas run` too, whatever bench asks for."""
     config = EvalConfig()
     sizes = (len(config.trees), config.temperatures, config.num_prompts, config.max_tokens)
     assert sizes == (2, (0.0, 1.0), 100, 64)

@@ -1,21 +1,20 @@
-"""Eval where our own engine does not run the target: on one that it runs, the rounds are the
-engine's, and sampled acceptance is that over all draws.
-"""
+"""Walks along stored answers: the engine's rounds, and acceptance expected over all draws."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eyas.artifact import Artifact
-from eyas.chat import Chat
-from eyas.errors import ConfigError, MismatchError
+from eyas.errors import MismatchError
 from eyas.evaluate.breakdown import WAYS
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import HookedAnswers, ModelsConfig, PromptSet, decode
+from eyas.evaluate.trees import decode, hooked_samples
 from eyas.evaluate.walks import (
     AnswerWalks,
     WalkedRound,
@@ -28,6 +27,7 @@ from eyas.features.conversation import Sampling
 from eyas.log import quiet
 from eyas.operators.batch import Batch
 from eyas.operators.chain import matched_spans
+from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
@@ -39,11 +39,17 @@ from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_features import samples_of, write_features
 from tests.tiny_head import head_folder
-from tests.tiny_prompts import TRAIN, eval_prompts, learned_head, learned_models, prompt_set
+from tests.tiny_prompts import (
+    TRAIN,
+    eval_prompts,
+    learned_head,
+    learned_models,
+    prompt_set,
+    prompts_file,
+)
 
 COUNT, TOKENS = 8, 24
 TREES = ("fixed(4,2,6)", "fixed(3,1,4)", "fixed(5,3,9)", "fixed(1,2,3)")
-FLOAT32 = ModelsConfig(dtype="float32", max_length=200)
 # a hybrid with experts, windows with heads of two sizes, layer norms without a rope
 FOREIGN = ("qwen3_next", "gemma4", "opt")
 
@@ -69,8 +75,18 @@ def vocabulary(world):
     return TargetVocabulary.load(world[0])
 
 
+@pytest.fixture(scope="module")
+def walks_of(world, vocabulary):
+    """Walks of the world's head, by trees."""
+    return partial(AnswerWalks.load, vocabulary, world[1].url)
+
+
+def add_all(walks: AnswerWalks, samples) -> AnswerWalks:
+    walks.add(samples, ["en"] * len(samples))
+    return walks
+
+
 def rounds_of(walks: AnswerWalks) -> list[list[int]]:
-    """accept_hist of each answer, by the first tree."""
     return [answer.counts.accept_hist for answer in walks.answers()]
 
 
@@ -80,66 +96,51 @@ def served_rounds(models, requests, tree) -> list[list[int]]:
     return [[answer.accepted.count(n) for n in range(size)] for answer in served]
 
 
-# On a target that our engine runs
-
-
 @pytest.mark.parametrize("tree", TREES)
-def test_a_tree_on_features_is_the_engines_round_for_round(world, vocabulary, tree):
-    _, head, models, requests, samples = world
-    walks = AnswerWalks.load(vocabulary, head.url, [tree])
-    for part in (samples[:3], samples[3:]):
-        walks.add(part, ["en"] * len(part))
+def test_a_tree_on_features_is_the_engines_round_for_round(world, walks_of, tree):
+    *_, models, requests, samples = world
+    walks = add_all(add_all(walks_of([tree]), samples[:3]), samples[3:])
     (entry,) = walks.entries(0.0)
     assert rounds_of(walks) == served_rounds(models, requests, tree)
     assert sum(entry["accept_hist"][1:]) > 10, "a head that accepts nothing would prove nothing"
 
 
-def test_answers_of_transformers_give_the_engines_rounds(world, vocabulary):
-    """Prompts alone: answered through transformers, walked, and the same as served."""
-    folder, head, models, requests, samples = world
-    asked = prompt_set(folder, COUNT), TOKENS, 0
-    hooked = HookedAnswers.load(str(folder), FLOAT32, *asked)
-    walks = AnswerWalks.load(vocabulary, head.url, TREES[:1])
-    told = []
-    for part in hooked.samples(0.0, lambda done, total=None, note="": told.append((done, total))):
+def test_answers_of_transformers_give_the_engines_rounds(world, walks_of):
+    folder, _, models, requests, samples = world
+    walks, told = walks_of(TREES[:1]), []
+    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0
+    for part in hooked_samples(*asked, lambda done, total, note="": told.append((done, total))):
         for one, other in zip(part, samples[len(rounds_of(walks)) :], strict=False):
             assert torch.equal(one.token_ids, other.token_ids)
             torch.testing.assert_close(one.last_hidden, other.last_hidden, rtol=1e-4, atol=1e-4)
-        walks.add(part, ["en"] * len(part))
+        add_all(walks, part)
     assert rounds_of(walks) == served_rounds(models, requests, TREES[0])
     assert told == [(done, COUNT) for done in range(1, COUNT + 1)]
 
 
-def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocabulary):
-    """The rounds of the second answer begin at its own first token."""
-    _, head, models, _, samples = world
+def test_several_turns_of_one_conversation_are_answers_of_their_own(world, walks_of):
+    *_, models, _, samples = world
     (tokens, mask), (more, more_mask) = (
         (one.token_ids.tolist(), one.loss_mask.tolist()) for one in samples[:2]
     )
     joined = samples_of(models.target, [([*tokens, *more], [])], "both")[0]
     joined.loss_mask[:] = torch.tensor([*mask, *more_mask])
-    one = walk(models.draft, AnswerWalks.load(vocabulary, head.url, TREES[:1]).trees[0], [joined])[
-        0
-    ]
-    assert [rounds[0].root for rounds in one.rounds] == [
-        mask.index(True),
-        len(tokens) + more_mask.index(True),
-    ]
+    (tree,) = walks_of(TREES[:1]).trees
+    (one,) = walk(models.draft, tree, [joined])
+    firsts = [mask.index(True), len(tokens) + more_mask.index(True)]
+    assert [rounds[0].root for rounds in one.rounds] == firsts
     emitted = [sum(r.num_accepted_drafts + 1 for r in rounds) for rounds in one.rounds]
     assert emitted == [sum(mask) - 1, sum(more_mask) - 1]
 
 
-# Sampled
-
-
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize("tree", ["fixed(3,2,5)", "fixed(3,1,4)"])
-def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, tree, temperature):
-    """Every answer that the target could draw at a tree's nodes, by its chance: what one round
-    counts on each adds up to the target's own chances along the whole tree.
+def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, walks_of, tree, temperature):
+    """A round's counts on every answer that the target could draw at the tree's nodes, weighted by
+    its chance, add up to the target's chances of the nodes.
     """
-    _, head, models, _, samples = world
-    walks, total = AnswerWalks.load(vocabulary, head.url, [tree]), 0.0
+    *_, models, _, samples = world
+    walks, total = walks_of([tree]), 0.0
     for sample in samples[:3]:
         one = walk(walks.draft, walks.trees[0], [sample])[0].rounds[0][1]
         prefix = sample.token_ids[: one.root + 1].tolist()
@@ -161,7 +162,7 @@ def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, tree, tem
 
 
 def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
-    """How likely each node of a tree is drawn, by the target's own forward; 1 for the root."""
+    """The chance of each node of a tree by the target's own forward; 1 for the root."""
     chances, texts = [1.0], [prefix]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         logits_V = logits_of(target, torch.tensor([texts[parent]]))[0, -1]
@@ -170,23 +171,17 @@ def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
     return chances
 
 
-def test_a_cold_target_accepts_what_the_greedy_one_does(world, vocabulary):
-    _, head, _, _, samples = world
-    walks = AnswerWalks.load(vocabulary, head.url, TREES).at(1e-4)
-    walks.add(samples, ["en"] * len(samples))
-    for entry in walks.entries(1e-4):
+def test_a_cold_target_accepts_what_the_greedy_one_does(world, walks_of):
+    for entry in add_all(walks_of(TREES).at(1e-4), world[-1]).entries(1e-4):
         assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=2e-3)
 
 
-def test_rounds_of_sampled_answers_are_what_is_expected(world, vocabulary):
+def test_rounds_of_sampled_answers_are_what_is_expected(world, walks_of):
     """On average: an answer is one draw of many."""
-    folder, head, *_ = world
-    prompts = PromptSet.of(eval_prompts(40), Chat(folder), 150)
-    hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 3)
-    walks = AnswerWalks.load(vocabulary, head.url, ["fixed(4,2,6)"]).at(1.0)
-    answers = [sample for part in hooked.samples(1.0, quiet) for sample in part]
-    walks.add(answers, ["en"] * len(answers))
-    (entry,) = walks.entries(1.0)
+    folder = world[0]
+    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, 40), TOKENS, 1.0, 3, quiet
+    answers = [sample for part in hooked_samples(*asked) for sample in part]
+    (entry,) = add_all(walks_of(["fixed(4,2,6)"]).at(1.0), answers).entries(1.0)
     assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=0.1)
     assert len({tuple(one.token_ids.tolist()) for one in answers}) == 40
 
@@ -202,7 +197,7 @@ def test_rounds_of_sampled_answers_are_what_is_expected(world, vocabulary):
     ],
 )
 def test_how_answers_were_drawn_is_read_from_their_manifest(asked, stated, known):
-    """known: where the chances of all that could be drawn follow from the temperature."""
+    """known: the temperature if the whole vocabulary was drawn from."""
     config = {"sampling": [one.model_dump() for one in asked]}
     answers = SimpleNamespace(config=config)
     source = SimpleNamespace(inputs={"features": SimpleNamespace(inputs={"answers": answers})})
@@ -210,16 +205,12 @@ def test_how_answers_were_drawn_is_read_from_their_manifest(asked, stated, known
     assert drawn_at(source) == known
 
 
-# Targets that our own engine does not run
-
-
 @pytest.fixture(scope="module", params=FOREIGN)
 def foreign(request, tmp_path_factory):
     """A target, its greedy answers by transformers as features, and a head that learned them."""
     folder = saved_architecture(tmp_path_factory.getbasetemp(), request.param)
-    prompts = PromptSet.of(eval_prompts(COUNT), Chat(folder), 150)
-    hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 0)
-    samples = [sample for part in hooked.samples(0.0, quiet) for sample in part]
+    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0, quiet
+    samples = [sample for part in hooked_samples(*asked) for sample in part]
     root = tmp_path_factory.mktemp(request.param)
     vocabulary = TargetVocabulary.load(folder)
     features = write_features(root / "features", vocabulary, samples, samples)
@@ -230,7 +221,6 @@ def foreign(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_features(foreign, tmp_path_factory):
-    """eval.json of its features."""
     folder, head, features, *_ = foreign
     output = Artifact(str(tmp_path_factory.mktemp("features")))
     config = EvalConfig(num_draft_steps=4, trees=("fixed(4,2,6)", "fixed(4,1,5)"))
@@ -239,7 +229,7 @@ def on_features(foreign, tmp_path_factory):
 
 
 def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_features):
-    """A chain by the tree's code is the chain of `operators.chain`, which shares none of it."""
+    """A chain by the tree's code is the one of `operators.chain`, which shares none of it."""
     _, head, _, samples, vocabulary = foreign
     loaded, counts = load_head(head.local_path("")), RoundCounts(4)
     for _, matches in matched_spans(loaded, vocabulary.embed_tokens, Batch.of(samples), 4):
@@ -254,42 +244,36 @@ def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_fea
 
 
 def test_prompts_are_answered_by_transformers(foreign, on_features, tmp_path):
-    """As a user calls it; on the prompts of the features, the same rounds."""
-    folder, head, *_ = foreign
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [
-        {"id": one.id, "source": one.source, "messages": list(one.messages)}
-        for one in eval_prompts(COUNT)
-    ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """By the command, with the rounds of the features; sampled for one of the targets."""
+    folder, head, *_, vocabulary = foreign
+    drawn = [0.0, 1.0] if vocabulary.config.family == "opt" else [0.0]
+    prompts = prompts_file(tmp_path, COUNT)
     words = ("eval", head.url, "-t", folder, "-o", tmp_path / "out", "--prompts", prompts)
     words += ("--trees", "fixed(4,2,6) fixed(4,1,5)", "-s", f"max_tokens={TOKENS}")
+    words += ("--temperatures", " ".join(map(str, drawn)))
     shown = run_eyas(*words)
     assert shown.exit_code == 0, shown.output
     result = Artifact(str(tmp_path / "out")).read_json("eval.json")
     measured = [(one["speculation"], one["temperature"], one["by"]) for one in result["trees"]]
     trees = "fixed(4,2,6)", "fixed(4,1,5)"
-    assert measured == [(tree, t, "transformers") for t in (0.0, 1.0) for tree in trees]
+    assert measured == [(tree, t, "transformers") for t in drawn for tree in trees]
     for one, stored in zip(result["trees"], on_features["trees"], strict=False):
         assert one["accept_hist"] == stored["accept_hist"]
     assert result["by_source"].keys() == {one.source for one in eval_prompts(COUNT)}
-    assert [one["temperature"] for one in result["trees"] if "expected_tau" in one] == [1.0, 1.0]
+    sampled = [one["temperature"] for one in result["trees"] if "expected_tau" in one]
+    assert sampled == [1.0, 1.0] * (len(drawn) - 1)
     told = " ".join(shown.stdout.split())
     assert WAYS["transformers"] in told
-    assert "expected over all that the target could have drawn" in told
+    assert ("expected over all that the target could have drawn" in told) == bool(sampled)
     assert json.loads(shown.stdout.splitlines()[-1])["ways"] == {"trees": WAYS["transformers"]}
-    words = (*words[:4], "-o", tmp_path / "other", *words[6:8])
-    refused = run_eyas(*words, "--trees", "auto")
-    assert_one_clear_error(refused, "auto", "has no size of its own", "fixed(6,3,12)")
-    wide = run_eyas(*words, "--trees", "fixed(2,2,4)", "-s", "models.dtype=packed")
-    assert_one_clear_error(wide, "no dtype packed")
 
 
-def test_answers_that_were_sampled_are_said_to_be(foreign, tmp_path):
-    folder, head, _, samples, vocabulary = foreign
-    for sample in samples:
+def test_answers_that_were_sampled_are_said_to_be(world, vocabulary, tmp_path):
+    folder, head, _, _, samples = world
+    drawn = [replace(one, token_ids=one.token_ids.clone()) for one in samples]
+    for sample in drawn:
         sample.token_ids[-8:] = torch.randint(3, 320, (8,)).int()
-    features = write_features(tmp_path / "features", vocabulary, [], samples)
+    features = write_features(tmp_path / "features", vocabulary, [], drawn)
     output = Artifact(str(tmp_path / "out"))
     source = Features(features, "held_out")
     manifest = evaluate(EvalConfig(), str(folder), head.url, output, source)
@@ -304,10 +288,14 @@ def test_answers_that_were_sampled_are_said_to_be(foreign, tmp_path):
     assert "as sampled" in run_eyas(*words).stdout
 
 
-def test_trees_that_cannot_be_walked_are_refused(world, vocabulary, tmp_path):
-    folder, head, *_ = world
-    with pytest.raises(ConfigError, match="auto"):
-        AnswerWalks.load(vocabulary, head.url, ["auto"])
-    few = head_folder(folder, tmp_path / "few", draft_vocab_size=8)
+def test_trees_that_cannot_be_walked_are_refused(world, vocabulary, tmp_path, tmp_path_factory):
+    few = head_folder(world[0], tmp_path / "few", draft_vocab_size=8)
     with pytest.raises(MismatchError, match="8 tokens to draft, the tree has 16 branches"):
         AnswerWalks.load(vocabulary, few, ["fixed(2,16,17)"])
+    target = saved_architecture(tmp_path_factory.getbasetemp(), "opt")
+    words = ("eval", head_folder(target, tmp_path / "head"), "-t", target, "-o", tmp_path / "other")
+    words += ("--prompts", prompts_file(tmp_path, COUNT))
+    refused = run_eyas(*words, "--trees", "auto")
+    assert_one_clear_error(refused, "auto", "has no size of its own", "fixed(6,3,12)")
+    wide = run_eyas(*words, "--trees", "fixed(2,2,4)", "-s", "models.dtype=packed")
+    assert_one_clear_error(wide, "no dtype packed")

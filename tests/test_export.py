@@ -1,6 +1,4 @@
-"""Export: both forms proved equal to the trained head, a card with commands and lineage, and
-refusals before harm.
-"""
+"""Export: forms equal to the trained head, the card, and refusals before anything is written."""
 
 from __future__ import annotations
 
@@ -39,10 +37,10 @@ from eyas.operators.vocab import TargetVocabulary
 from tests.architectures import saved_architecture
 from tests.stated import Source
 from tests.tiny import tiny_target
-from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
+from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
-TENSORS = 15
-# of a model card's front matter: https://huggingface.co/docs/hub/model-cards#model-card-metadata
+TENSORS, IDS = 15, "eagle_aux_hidden_state_layer_ids"
+# https://huggingface.co/docs/hub/model-cards#model-card-metadata
 HUB_FIELDS = {
     "language", "license", "license_name", "license_link", "library_name", "tags", "datasets",
     "metrics", "base_model", "base_model_relation", "pipeline_tag", "model-index",
@@ -55,7 +53,7 @@ def target(tmp_path_factory) -> Path:
 
 
 def trained(target: Path, url: str, start=None, **options) -> Artifact:
-    """A head as the train stage leaves it, with a lineage of one source. start: its settings."""
+    """An output of the train stage, with a lineage of one source. start: its settings."""
     settings = {"epochs": 3} | ({"start": start} if start else {})
     raw = Manifest(stage="source", identity="aa", config={"licence": "CC-BY-SA-4.0"},
                    counts={}, files={}, url="/home/me/sgd.jsonl")  # fmt: skip
@@ -96,12 +94,16 @@ def made(target, head, output, evaluation=None, **settings) -> Manifest:
     return export(ExportConfig(**settings), str(target), head, output, evaluation=evaluation)
 
 
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "export"
+
+
 def card_of(folder: Path) -> str:
     return (folder / "README.md").read_text()
 
 
 def front_matter(folder: Path) -> dict:
-    """The YAML between a card's first two lines of dashes."""
     return yaml.safe_load(card_of(folder).split("---\n", 2)[1])
 
 
@@ -110,20 +112,19 @@ OPTIONS = ({}, {"dtype": torch.bfloat16}, NORMS, {"train_lm_head": False})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, options):
+def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, out, options):
     head = trained(target, str(tmp_path / "train"), **options)
-    manifest = made(target, head, tmp_path / "export")
+    manifest = made(target, head, out)
     assert manifest.counts["tensors"] == (TENSORS + 3 if options == NORMS else TENSORS)
     assert manifest.counts["forms"] == 2
     assert (manifest.counts["parameters"] == 16512) == (options != NORMS)
     assert manifest.facts["warnings"] == []
-    assert ("| norms | fc_norm, norm_output |" in card_of(tmp_path / "export")) == (
-        options == NORMS
-    )
+    is_told = "| norms | fc_norm, norm_output |" in card_of(out)
+    assert is_told == (options == NORMS)
     config, tensors = read_head(tmp_path / "train")
     config = config.model_copy(update={"train_lm_head": True})
     for form in ("sglang", "vllm"):
-        folder = tmp_path / "export" / form
+        folder = out / form
         config_read, tensors_read = read_head(folder)
         assert config_read == config
         assert tensors_read.keys() == tensors.keys()
@@ -135,27 +136,29 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, option
 
 
 @pytest.mark.parametrize(("name", "served"), [("gpt2", []), ("granite", ["vllm"])])
-def test_commands_are_of_engines_that_serve_the_target(tmp_path, tmp_path_factory, name, served):
-    """The head is written all the same: a newer version may serve it."""
+def test_commands_are_of_engines_that_serve_the_target(
+    tmp_path, out, tmp_path_factory, name, served
+):
     target = saved_architecture(tmp_path_factory.getbasetemp(), name)
-    manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
+    manifest = made(target, trained(target, str(tmp_path / "train")), out)
     assert [*manifest.facts["commands"]] == served
     (warning,) = manifest.facts["warnings"]
     assert "not served by SGLang 0.5.23" in warning
-    card = card_of(tmp_path / "export")
+    card = card_of(out)
     assert ("sglang.launch_server" in card, "vllm serve" in card) == (False, bool(served))
-    assert f"`sglang/` is for a newer version: SGLang 0.5.23 serves no target of type `{name}`" in (
-        card
-    )
-    assert front_matter(tmp_path / "export")["tags"][2:] == served
-    assert (tmp_path / "export" / "sglang" / "model.safetensors").exists()
+    newer = "`sglang/` is for a newer version: SGLang 0.5.23 serves no target of type"
+    assert f"{newer} `{name}`" in card
+    assert front_matter(out)["tags"][2:] == served
+    assert (out / "sglang" / "model.safetensors").exists()
 
 
-def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, head, tmp_path):
+def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(
+    target, head, tmp_path, out
+):
     evaluation = measured(head, tmp_path / "eval")
-    settings = {"target_name": "org/Model-8B", "speculation": "fixed(3,2,6)"}
-    manifest = made(target, head, tmp_path / "export", evaluation, **settings)
-    card = card_of(tmp_path / "export")
+    settings = {"target_name": "org/Model-8B", "speculation": "fixed(3,2,6)", "licence": "llama3.1"}
+    manifest = made(target, head, out, evaluation, **settings)
+    card = card_of(out)
     assert "# EAGLE-3 draft head for org/Model-8B" in card
     assert manifest.facts["commands"]["sglang"] in card
     assert manifest.facts["commands"]["vllm"] in card
@@ -171,24 +174,31 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert TargetVocabulary.load(target).lm_head_sha256 in card
     assert str(tmp_path) not in card
     assert "/home/me" not in card
+    # as the hub reads it
+    front = front_matter(out)
+    assert front.keys() <= HUB_FIELDS
+    data = ModelCard.load(out / "README.md", ignore_metadata_errors=False).data
+    assert data.base_model == ModelCardData(**front).base_model == "org/Model-8B"
+    assert (data.license, data.pipeline_tag) == ("llama3.1", "text-generation")
+    assert (data.library_name, data.metrics) == ("eyas", ["tau"])
+    assert {"eagle3", "speculative-decoding", "sglang", "vllm"} == set(data.tags)
+    (result,) = data.eval_results
+    found = result.task_type, result.metric_type, result.metric_value
+    assert found == ("text-generation", "tau", 2.718)
 
 
-def test_a_card_says_that_its_target_was_quantised(target, tmp_path):
-    folder = tmp_path / "target"
-    shutil.copytree(target, folder)
-    shape = json.loads((folder / "config.json").read_text())
-    shape["gguf"] = {"file": "Model.Q4_1.gguf", "types": {"Q4_1": 210, "Q8_0": 1}}
-    (folder / "config.json").write_text(json.dumps(shape))
+def test_a_card_says_that_its_target_was_quantised(target, tmp_path, out):
+    folder, types = shutil.copytree(target, tmp_path / "target"), {"Q4_1": 210, "Q8_0": 1}
+    edit_config(folder, gguf={"file": "Model.Q4_1.gguf", "types": types})
     head = trained(folder, str(tmp_path / "train"))
-    made(folder, head, tmp_path / "export", forms=["vllm"])
-    card = card_of(tmp_path / "export")
+    made(folder, head, out, forms=["vllm"])
+    card = card_of(out)
     assert "`Model.Q4_1.gguf`, a quantised file (matrices: Q4_1 x 210, Q8_0 x 1)" in card
 
 
 def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
-    target, head, tmp_path, monkeypatch
+    target, tmp_path, monkeypatch
 ):
-    """A rerun once exported all over again into the finished artifact, and printed "skipped"."""
     head, root = trained(target, str(tmp_path / "train")), str(tmp_path / "run")
     first = made(target, head, StageFolder(root, "export"))
     monkeypatch.setattr("eyas.export.export.check", lambda *_: pytest.fail("it is checked again"))
@@ -205,13 +215,11 @@ def tree(speculation: str, tau: float) -> dict:
     }  # fmt: skip
 
 
-def test_a_head_is_published_under_a_version_that_never_changes(target, head, tmp_path):
-    """With its card as series for Prometheus, by the drafts that each engine makes; a second time
-    it is found there.
-    """
+def test_a_head_is_published_under_a_version_that_never_changes(target, head, tmp_path, out):
+    """With its card as series for Prometheus, by the drafts that each engine makes."""
     trees = [tree("fixed(4,2,9)", 2.5), tree("fixed(4,1,5)", 2.25)]
     evaluation = measured(head, tmp_path / "eval", {**MEASURED, "trees": trees})
-    output, versions = Artifact(str(tmp_path / "export")), f"{tmp_path}/heads/m/"
+    output, versions = Artifact(str(out)), f"{tmp_path}/heads/m/"
     done = made(target, head, output, evaluation, target_name="owner/model", publish=versions)
     assert versions not in str(done.config)
     url = publish(output, versions)
@@ -222,8 +230,8 @@ def test_a_head_is_published_under_a_version_that_never_changes(target, head, tm
     before = {path: path.stat().st_mtime_ns for path in Path(url).rglob("*")}
     assert publish(output, versions) == url
     assert {path: path.stat().st_mtime_ns for path in Path(url).rglob("*")} == before
-    # the sizes are of the evaluation's first tree, of which vLLM makes a chain
-    assert "--speculative-num-draft-tokens 9" in card_of(tmp_path / "export")
+    # of the evaluation's first tree, which is a chain in vLLM
+    assert "--speculative-num-draft-tokens 9" in card_of(out)
     for form, tau in (("sglang", 2.5), ("vllm", 2.25)):
         (group,) = yaml.safe_load(published.read(f"{form}/prometheus.yaml"))["spec"]["groups"]
         rules = {rule["record"]: rule for rule in group["rules"]}
@@ -231,23 +239,14 @@ def test_a_head_is_published_under_a_version_that_never_changes(target, head, tm
         names = {"model_name": "owner/model", "head_version": version, "temperature": "0"}
         assert all(rule["labels"] == names for rule in rules.values())
         assert len(rules) == 4
-    made(target, head, tmp_path / "other")
+    # without the tau of the drafts that are launched there are no series
+    other = {**MEASURED, "trees": [tree("fixed(6,3,12)", 2.5)]}
+    evaluation = measured(head, tmp_path / "eval-2", other)
+    done = made(target, head, tmp_path / "other", evaluation, speculation="fixed(2,2,4)")
+    assert not any(name.endswith("prometheus.yaml") for name in done.files)
     assert publish(Artifact(str(tmp_path / "other")), versions) != url
     with pytest.raises(MissingInputError, match="unfinished"):
         publish(Artifact(str(tmp_path)), versions)
-
-
-def test_a_card_without_the_drafts_that_are_launched_has_no_series(target, head, tmp_path):
-    values = {**MEASURED, "trees": [tree("fixed(6,3,12)", 2.5)]}
-    evaluation = measured(head, tmp_path / "eval", values)
-    done = made(target, head, tmp_path / "export", evaluation, speculation="fixed(2,2,4)")
-    assert not any(name.endswith("prometheus.yaml") for name in done.files)
-
-
-def test_one_form_alone(target, head, tmp_path):
-    manifest = made(target, head, tmp_path / "export", forms=("sglang",))
-    assert sorted(manifest.files) == ["README.md", "sglang/config.json", "sglang/model.safetensors"]
-    assert "vllm serve" not in card_of(tmp_path / "export")
 
 
 def other_target(target, folder):
@@ -273,14 +272,14 @@ def unfinished(target, folder):
         (unfinished, MissingInputError, "unfinished"),
     ],
 )
-def test_a_head_that_cannot_be_served_takes_no_folder(target, tmp_path, edit, error, message):
+def test_a_head_that_cannot_be_served_takes_no_folder(target, tmp_path, out, edit, error, message):
     trained(target, str(tmp_path / "train"))
     with pytest.raises(error, match=message):
-        made(edit(target, tmp_path / "train"), tmp_path / "train", tmp_path / "export")
-    assert not (tmp_path / "export").exists()
+        made(edit(target, tmp_path / "train"), tmp_path / "train", out)
+    assert not (out).exists()
 
 
-def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path):
+def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path, out):
     other = trained(target, str(tmp_path / "other"), seed=1)
     retrained = Artifact(str(tmp_path / "retrained"))
     retrained.begin(identity("train", {"epochs": 4}, {}))
@@ -289,48 +288,32 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path):
     assert other.manifest().identity == head.manifest().identity
     evaluation = measured(retrained, tmp_path / "eval")
     with pytest.raises(MismatchError, match="measured another head"):
-        made(target, head, tmp_path / "export", evaluation=evaluation)
+        made(target, head, out, evaluation=evaluation)
 
 
-def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
-    made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
-    for form in ("sglang", "vllm"):
-        folder = Artifact(str(tmp_path / "export" / form))
-        measured_by = head_manifest(folder.url, {})
-        exported_as = manifest_of(folder, Path(folder.url))
-        started_from = head_manifest(folder.url, {"licence": "not given"})
-        assert measured_by.identity == exported_as.identity == started_from.identity
-
-
-def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path):
+def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path, out):
     head = trained(target, str(tmp_path / "train"), norm_before_residual=True)
     with pytest.raises(MismatchError, match="norm_before_residual is set: SGLang ignores it"):
-        made(target, head, tmp_path / "export")
+        made(target, head, out)
     # the hint, followed
-    made(target, head, tmp_path / "export", forms=("vllm",))
-    assert read_head(tmp_path / "export" / "vllm")[0].norm_before_residual
+    manifest = made(target, head, out, forms=("vllm",))
+    assert read_head(out / "vllm")[0].norm_before_residual
+    assert sorted(manifest.files) == ["README.md", "vllm/config.json", "vllm/model.safetensors"]
+    assert "sglang.launch_server" not in card_of(out)
 
 
 def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
-    """Own embeddings: SGLang uses the target's. The target's lm_head: speculators needs one in the
-    file.
-    """
-    own, shared = tmp_path / "own", tmp_path / "shared"
-    for folder, options in ((own, {}), (shared, {"draft_vocab_size": 320})):
-        trained(target, str(folder), **options)
-    changes = {own: {"embed_tokens.weight": torch.rand(320, 32)}, shared: {"lm_head.weight": None}}
-    for folder, cannot, can in ((own, "sglang", "vllm"), (shared, "vllm", "sglang")):
-        edit_tensors(folder, changes[folder])
-        artifact = Artifact(str(tmp_path / f"{folder.name}-again"))
-        artifact.begin(identity("train", {"of": folder.name}, {}))
-        for name in ("eyas_head.json", "model.safetensors"):
-            artifact.write(name, (folder / name).read_bytes())
-        artifact.finish("train", {"of": folder.name}, {}, {})
+    """Own embeddings: SGLang uses the target's. The target's lm_head: speculators needs one."""
+    for name, changes, cannot, can in (
+        ("own", {"embed_tokens.weight": torch.rand(320, 32)}, "sglang", "vllm"),
+        ("shared", {"lm_head.weight": None}, "vllm", "sglang"),
+    ):
+        source = edit_tensors(head_folder(target, tmp_path / name, draft_vocab_size=320), changes)
         with pytest.raises(MismatchError, match=r"uses the target's|uses its target's"):
-            made(target, artifact, tmp_path / f"{folder.name}-{cannot}", forms=(cannot,))
-        made(target, artifact, tmp_path / f"{folder.name}-{can}", forms=(can,))
-        written, read = read_head(folder)[1], read_head(tmp_path / f"{folder.name}-{can}" / can)[1]
-        assert written.keys() == read.keys()
+            made(target, source, tmp_path / f"{name}-{cannot}", forms=(cannot,))
+        made(target, source, tmp_path / f"{name}-{can}", forms=(can,))
+        read = read_head(tmp_path / f"{name}-{can}" / can)[1]
+        assert read_head(source)[1].keys() == read.keys()
 
 
 @pytest.mark.parametrize(
@@ -342,18 +325,12 @@ def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
         lambda folder, fc: edit_tensors(folder, {"fc.weight": fc.double().to(torch.bfloat16)}),
         lambda folder, fc: edit_config(folder, rope_theta=10000.0),
         lambda folder, fc: edit_config(folder, rms_norm_eps=1e-5),
-        lambda folder, fc: edit_config(
-            folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
-        ),
+        lambda folder, _: edit_config(folder, eagle_config={IDS: [1, 2, 4]}),
     ],
 )
 def test_the_proof_fails_on_any_difference(target, tmp_path, harm):
-    vocabulary = TargetVocabulary.load(target)
-    source, written = (
-        head_folder(target, tmp_path / "head"),
-        head_folder(target, tmp_path / "written", "sglang"),
-    )
-    config, tensors = read_head(source)
+    vocabulary, (config, tensors) = TargetVocabulary.load(target), tiny_head(target)
+    written = head_folder(target, tmp_path / "written", "sglang")
     prove_equal(config, tensors, written, vocabulary)
     harm(written, tensors["fc.weight"])
     with pytest.raises(CorruptError, match="does not read back"):
@@ -361,9 +338,6 @@ def test_the_proof_fails_on_any_difference(target, tmp_path, harm):
 
 
 def test_replay_sees_every_tensor_and_the_rope(target, tmp_path):
-    """Logits change with each weight, with the map, and with what the config says of rotation and
-    norm.
-    """
     head = load_head(head_folder(target, tmp_path / "head"))
     embed_tokens = TargetVocabulary.load(target).embed_tokens
     before = made_up_logits(head, embed_tokens)
@@ -389,10 +363,7 @@ def test_settings_are_checked():
         ExportConfig(speculation="auto")
 
 
-# Heads that eyas did not train
-
-
-THEIR_KEYS = {
+THEIR_KEYS = {  # of heads that eyas did not train
     "EAGLE": {
         "architectures": ["LlamaForCausalLM"],
         "eagle_config": None,
@@ -402,7 +373,7 @@ THEIR_KEYS = {
     "AngelSlim": {
         "architectures": ["Eagle3LlamaForCausalLM"],
         "eagle_config": None,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        IDS: [2, 4, 5],
     },
     "NeMo": {
         "architectures": ["LlamaEagle3DraftModel"],
@@ -414,7 +385,6 @@ THEIR_KEYS = {
 
 
 def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
-    """A head as another project would have left it."""
     folder = head_folder(target, folder, "vllm" if whose == "speculators" else "sglang", **options)
     edit_config(folder, target_lm_head_sha256=None, target_embed_tokens_sha256=None)
     edit_config(folder, **THEIR_KEYS[whose])
@@ -428,69 +398,59 @@ def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
 
 
 @pytest.mark.parametrize("whose", THEIR_KEYS)
-def test_any_head_is_exported_and_comes_back_the_same_from_every_form(
-    target, head, tmp_path, whose
-):
-    """Theirs -> ours -> each form -> ours: tensors bit by bit, and all of the config that anybody
-    computes with.
-    """
+def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, out, whose):
+    """Theirs -> ours -> each form -> ours: config and tensors bit by bit."""
     shape = TargetVocabulary.load(target).config
     source = saved_by_others(
         target, tmp_path / "head", whose, dtype=torch.bfloat16, fc_norm=whose == "SpecForge"
     )
-    manifest = made(target, source, tmp_path / "export")
+    manifest = made(target, source, out)
     assert manifest.inputs["head"].stage == "source"
     config, tensors = read_head(source, shape)
     tensors.pop("embed_tokens.weight", None)  # the target's own
     config = config.model_copy(update={"max_position_embeddings": 256})
     for form in ("sglang", "vllm"):
-        config_read, read = read_head(tmp_path / "export" / form)
+        config_read, read = read_head(out / form)
         assert config_read == config
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
         again = tmp_path / "again" / form
-        made(target, tmp_path / "export" / form, again)
+        made(target, out / form, again)
+        folder = Artifact(str(out / form))
         for name in ("config.json", "model.safetensors"):
-            assert (again / form / name).read_bytes() == (
-                tmp_path / "export" / form / name
-            ).read_bytes()
-    ours = write_head(config, tensors, "eyas")
-    (tmp_path / "ours").mkdir()
-    for name, data in ours.items():
-        (tmp_path / "ours" / name).write_bytes(data)
-    assert read_head(tmp_path / "ours")[0] == config
-    assert "converted from a head in" in card_of(tmp_path / "export")
+            assert (again / form / name).read_bytes() == folder.read(name)
+        # one head to every stage
+        told = head_manifest(folder.url, {}), head_manifest(folder.url, {"licence": "not given"})
+        of_export = manifest_of(folder, Path(folder.url))
+        assert {one.identity for one in told} == {of_export.identity}
+    ours = write_folder(write_head(config, tensors, "eyas"), tmp_path / "ours")
+    assert read_head(ours)[0] == config
+    assert "converted from a head in" in card_of(out)
 
 
-def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
+def test_the_licence_and_data_of_a_foreign_head_are_its_cards(target, tmp_path, out):
     source = saved_by_others(target, tmp_path / "head", "SpecForge")
     (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
-    manifest = made(target, source, tmp_path / "export", forms=("vllm",))
+    manifest = made(target, source, tmp_path / "bare", forms=("vllm",))
     assert manifest.inputs["head"].config == {"form": "sglang", "licence": "llama3.1"}
-    assert front_matter(tmp_path / "export")["license"] == "llama3.1"
-    assert "The lineage of this head names no source" in card_of(tmp_path / "export")
+    assert front_matter(tmp_path / "bare")["license"] == "llama3.1"
+    assert "The lineage of this head names no source" in card_of(tmp_path / "bare")
     made(target, source, tmp_path / "own", forms=("vllm",), licence="mit")
     assert front_matter(tmp_path / "own")["license"] == "mit"
-
-
-def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
-    source = saved_by_others(target, tmp_path / "head", "SpecForge")
     data = "- ultrachat: MIT\n\n### Filters\n\nNone."
     head = "---\nlicense: other\nlicense_name: ours\n---\n# A head\n"
     (source / "README.md").write_text(
         f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n"
     )
-    made(target, source, tmp_path / "export", forms=("vllm",))
-    text = card_of(tmp_path / "export")
-    assert (
-        "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat: "
-        "MIT\n>\n" in text
-    )
+    made(target, source, out, forms=("vllm",))
+    text = card_of(out)
+    quoted = "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat"
+    assert f"{quoted}: MIT\n>\n" in text
     assert ">\n> ### Filters\n>\n> None.\n\n## Files" in text
     assert "Not this" not in text
-    stated = front_matter(tmp_path / "export")
+    stated = front_matter(out)
     assert (stated["license"], stated["license_name"]) == ("other", "ours")
-    made(target, tmp_path / "export" / "vllm", tmp_path / "again", forms=("sglang",))
+    made(target, out / "vllm", tmp_path / "again", forms=("sglang",))
     assert "ultrachat: MIT" in card_of(tmp_path / "again"), "the card of a form lies above it"
 
 
@@ -502,101 +462,67 @@ def test_a_card_that_says_nothing_of_a_licence_gives_none(card):
     assert CardOrigin.of(card).licence is None
 
 
-def test_the_packaged_heads_card_has_the_hashes_of_its_files():
+def test_the_packaged_head_has_its_hashes_and_keeps_its_licence_and_sources(out):
     folder = builtin.head_folder()
     for name in ("eyas_head.json", "model.safetensors"):
         digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        assert f"| `{name}` | `{digest}` |" in (folder / "README.md").read_text()
-
-
-def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
-    packaged = CardOrigin.of((builtin.head_folder() / "README.md").read_text())
-    made("builtin", builtin.head_folder(), tmp_path / "export")
-    text = card_of(tmp_path / "export")
-    assert front_matter(tmp_path / "export")["license"] == packaged.licence == "cc-by-sa-4.0"
+        assert f"| `{name}` | `{digest}` |" in card_of(folder)
+    made("builtin", folder, out)
+    text, licence = card_of(out), CardOrigin.of(card_of(folder)).licence
+    assert front_matter(out)["license"] == licence == "cc-by-sa-4.0"
     for name in ("schema-guided-dialogue", "star", "taskmaster-4", "gsm8k", "tldr-pages"):
         assert f"> - {name}: " in text
 
 
-def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, tmp_path):
-    output = Artifact(str(tmp_path / "export"))
+def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, out):
+    output = Artifact(str(out))
     manifest = made(target, head, output, forms=("sglang", "openvino"))
     bare, beside = (
-        safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
+        safetensors.torch.load_file(out / form / "model.safetensors")
         for form in ("sglang", "openvino")
     )
     assert beside.keys() - bare.keys() == {"embed_tokens.weight"}
     assert all(torch.equal(beside[name], tensor) for name, tensor in bare.items())
-    settings = json.loads((tmp_path / "export" / "openvino" / "config.json").read_text())
+    settings = json.loads((out / "openvino" / "config.json").read_text())
     assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert check(tmp_path / "export" / "openvino", target) == []
+    assert check(out / "openvino", target) == []
     assert manifest.facts["commands"]["openvino"].startswith("optimum-cli export openvino")
 
 
-def test_shards(target, tmp_path, monkeypatch):
+def test_shards(target, tmp_path, out, monkeypatch):
     monkeypatch.setattr("eyas.export.export.MAX_SHARD_BYTES", 20_000)
-    manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
+    manifest = made(target, trained(target, str(tmp_path / "train")), out)
     assert "sglang/model.safetensors.index.json" in manifest.files
     assert sum(name.startswith("sglang/model-0") for name in manifest.files) > 1
-    assert check(tmp_path / "export" / "sglang", target) == []
+    assert check(out / "sglang", target) == []
 
 
-# The card as the hub reads it
-
-
-def test_the_cards_front_matter_is_what_the_hub_knows(target, head, tmp_path):
-    settings = {"target_name": "org/Model-8B", "licence": "llama3.1"}
-    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval"), **settings)
-    data = ModelCardData(**front_matter(tmp_path / "export"))
-    card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
-    assert card.data.base_model == data.base_model == "org/Model-8B"
-    assert (card.data.license, card.data.pipeline_tag) == ("llama3.1", "text-generation")
-    assert (card.data.library_name, card.data.metrics) == ("eyas", ["tau"])
-    assert {"eagle3", "speculative-decoding", "sglang", "vllm"} == set(card.data.tags)
-    (result,) = card.data.eval_results
-    assert (result.task_type, result.metric_type, result.metric_value) == (
-        "text-generation",
-        "tau",
-        2.718,
-    )
-    assert front_matter(tmp_path / "export").keys() <= HUB_FIELDS
-
-
-def test_a_card_says_what_it_does_not_know(target, tmp_path):
-    made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
-    stated = front_matter(tmp_path / "export")
+def test_a_card_says_what_it_does_not_know(target, head, tmp_path, out):
+    made(target, head, out)
+    stated = front_matter(out)
     assert stated["license"] == "other"
     assert "base_model" not in stated  # a folder is no model of the hub
     assert "model-index" not in stated
-    text = card_of(tmp_path / "export")
+    text = card_of(out)
     assert "Not measured before export" in text
     assert "eyas train FEATURES" in text
     training = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert training == {"train": {"epochs": 3}}
     assert "--start" not in text
-
-
-def test_a_card_says_that_its_head_continued_another(target, tmp_path):
-    """Its settings leave out which: that is an input, by its content."""
     continued = trained(target, str(tmp_path / "train"), start={"vocabulary": "keep"})
-    made(target, continued, tmp_path / "export")
-    assert "--config train.yaml --start EARLIER_HEAD --output HEAD" in card_of(tmp_path / "export")
+    made(target, continued, tmp_path / "again")
+    assert "--config train.yaml --start EARLIER_HEAD --output HEAD" in card_of(tmp_path / "again")
 
 
 @pytest.mark.parametrize("chains", [{}, {"tau_by_num_draft_steps": [2.0]}])
-def test_a_card_says_chains_only_where_chains_were_walked(target, head, tmp_path, chains):
-    told = {**MEASURED, "trees": [tree("fixed(4,2,9)", 2.5)], "assumes": "fixed(4,2,9)", **chains}
-    told["tau_interval"] = None
-    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
-    text = card_of(tmp_path / "export")
-    assert ("By chains on stored features tau is" in text) == bool(chains)
-    assert ("It assumes fixed(4,2,9)." in text) != bool(chains)
-
-
-def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, head, tmp_path):
+def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(
+    target, head, tmp_path, out, chains
+):
     told = {
+        **chains,
+        "assumes": "fixed(4,4,16)",
         "tau": 2.718,
-        "tau_interval": [2.5, 2.9],
+        "tau_interval": None,
         "accept_hist": [5, 3, 2],
         "by_source": {
             "sgd": {"tau": 3.0, "tau_interval": [2.5, 3.5]},
@@ -611,8 +537,10 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "dtype": "bfloat16",
         "num_draft_steps": 2,
     }
-    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
-    text = card_of(tmp_path / "export")
+    made(target, head, out, measured(head, tmp_path / "eval", told))
+    text = card_of(out)
+    assert ("By chains on stored features tau is" in text) == bool(chains)
+    assert ("It assumes fixed(4,4,16)." in text) != bool(chains)
     assert "tau 3.50 (95 %: 3.25-3.75) on held-out answers" in text
     assert "own included) with `fixed(4,4,16)`.\n" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
@@ -621,9 +549,6 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "eyas eval -s models.dtype=float32" in text
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
     assert "accept_hist: 5, 3, 2\n" in text
-    card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
-    assert {one.dataset_name: one.metric_value for one in card.data.eval_results} == {
-        "all held-out answers": 3.5,
-        "sgd": 4.0,
-        "gsm8k": 3.25,
-    }
+    card = ModelCard.load(out / "README.md", ignore_metadata_errors=False)
+    taus = {one.dataset_name: one.metric_value for one in card.data.eval_results}
+    assert taus == {"all held-out answers": 3.5, "sgd": 4.0, "gsm8k": 3.25}

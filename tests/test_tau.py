@@ -1,4 +1,4 @@
-"""Figures of accepted drafts against definitions worked by hand, and by simulation."""
+"""Figures of accepted drafts against their definitions, and simulations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_tau_counts_every_round_once(hist):
 
 @given(HIST)
 def test_acceptance_by_position_gives_tau_back(hist):
-    # share of the rounds that accepted 0, 1, 2, ... or more
+    # shares of the rounds that accepted 0, 1, 2, ... or more
     reached = np.cumprod([1.0, *acceptance_by_position(hist)])
     if sum(hist):
         assert tau_of(hist) == pytest.approx(reached.sum())
@@ -87,8 +87,8 @@ def test_bootstrap_of_equal_rows_is_a_point():
 
 class TestIntervals:
     def test_holds_the_true_tau_about_as_often_as_it_says(self):
-        """Each prompt has an acceptance of its own: the interval over prompts holds the true tau,
-        one over rounds (tried on a part of the sets) is too narrow.
+        """Acceptance differs by prompt: an interval over prompts holds the true tau, one over
+        rounds (of some sets) is too narrow.
         """
         rng = np.random.default_rng(0)
         true_tau, held, too_narrow = 3.0, 0, 0
@@ -110,12 +110,9 @@ class TestIntervals:
     )
     @settings(max_examples=30)
     def test_lies_within_the_prompts_own(self, counts):
-        emitted, rounds = (
-            [count[0] * count[1] for count in counts],
-            [count[1] for count in counts],
-        )
+        own, rounds = zip(*counts, strict=True)
+        emitted = [ratio * number for ratio, number in counts]
         low, high = tau_interval(emitted, rounds)
-        own = [tokens / number for tokens, number in zip(emitted, rounds, strict=True)]
         assert min(own) - 1e-9 <= low <= high <= max(own) + 1e-9
         assert (low, high) == tau_interval(emitted, rounds), "the same counts, the same interval"
 
@@ -143,9 +140,7 @@ def test_rounds_of_an_engine_are_judged_up_to_the_first_miss_but_for_the_last(hi
 @given(st.data())
 @settings(max_examples=60)
 def test_the_walk_equals_serving_an_answer(data):
-    """Serve with made-up drafts: which of them equal the answer is drawn for every slot and
-    position.
-    """
+    """Of made-up drafts: whether each equals the answer is drawn for every slot and position."""
     n, steps = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
     right = data.draw(
         st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=n, max_size=n)

@@ -1,6 +1,4 @@
-"""The unroll: what a slot sees and what it does not, and that it computes what drafting step by
-step computes.
-"""
+"""The unroll: what a slot sees, and equality with drafting step by step."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ LENGTHS = (9, 6, 7)
 
 
 def everywhere(lengths=LENGTHS):
-    """All slots that have a next token."""
     T = max(lengths)
     return torch.tensor([[t < length - 1 for t in range(T)] for length in lengths])
 
@@ -50,7 +47,7 @@ def next_embeds_of(batch):
     return F.embedding(batch.tokens_BT.roll(-1, dims=1), embed_tokens)
 
 
-def test_slots_know_their_place_and_their_tiles():
+def test_slots_know_their_place_and_tiles_look_at_their_own_rows():
     active_BT = torch.tensor([[False, True, True, False], [False] * 4, [True, False, False, True]])
     slots = Slots.where(active_BT)
     assert slots.flat_N.tolist() == [1, 2, 8, 11]
@@ -58,17 +55,13 @@ def test_slots_know_their_place_and_their_tiles():
     assert slots.first_N.tolist() == [0, 0, 8, 8]
     assert slots.tiles == ((0, 4, 0, 12),)
     assert torch.equal(slots.take(active_BT), torch.ones(4, dtype=torch.bool))
-
-
-def test_tiles_look_at_their_own_rows():
-    """And at some tokens more: sizes are few."""
     tiles = Slots.where(torch.ones(100, 40, dtype=torch.bool)).tiles
     assert sum(end - begin for begin, end, _, _ in tiles) == 4000
     assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
 
 
 def dense_flex(queries, keys, values, block_mask, enable_gqa, return_aux):
-    """FlexAttention written out, with a gradient, which torch's has on GPUs alone."""
+    """FlexAttention written out: torch's has a gradient on GPUs only."""
     N, M, groups = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
     assert enable_gqa == (groups > 1)
     keys, values = (one.repeat_interleave(groups, dim=1) for one in (keys, values))
@@ -97,7 +90,7 @@ def test_flex_attention_is_what_it_is_taken_for(monkeypatch):
 )
 @settings(max_examples=40)
 def test_a_gpus_attention_equals_the_plain_one(mask, T, num_own, window, block):
-    """Outputs and gradients: rows of one token too, and slots that are there twice."""
+    """Outputs and gradients, also for rows of one token and repeated slots."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ttt, "BLOCK", block)
         patched.setattr(ttt, "flex_kernel", lambda kind: dense_flex)
@@ -117,7 +110,7 @@ def test_a_gpus_attention_equals_the_plain_one(mask, T, num_own, window, block):
             results.append([mixed, *torch.autograd.grad(mixed.sin().sum(), tensors)])
         for plain, fused in zip(*results, strict=True):
             torch.testing.assert_close(fused, plain, rtol=1e-9, atol=1e-9)
-        # what only the kernel looks at: the blocks of the mask, by slot and by token
+        # only the kernel uses the mask's blocks, by slot and by token
         seen = torch.arange(M) <= slots.flat_N[:, None]
         seen &= torch.arange(M) >= slots.first_N[:, None]
         if window is not None:
@@ -136,7 +129,7 @@ def test_a_gpus_attention_equals_the_plain_one(mask, T, num_own, window, block):
 
 
 def as_dense(number, order):
-    """Which blocks a table of a BlockMask lists: bool [rows, columns]."""
+    """The blocks of a BlockMask's table: bool [rows, columns]."""
     first = torch.arange(order.shape[-1]) < number[0, 0, :, None]
     return torch.zeros_like(first).scatter(1, order[0, 0].long(), first)
 

@@ -33,12 +33,12 @@ def test_the_best_token_by_bf16_products_is_the_best_in_full(V):
     short_VH[V // 2] = short_VH[0]  # two equal logits
     vocabulary = TargetVocabulary(None, short_VH.float(), short_VH.float(), "made up", short_VH)
     hidden_RH = torch.randn(40, 24, generator=draws).bfloat16()
-    hidden_RH[:20] = short_VH[torch.arange(20) % V]  # of much longer and of close logits
+    hidden_RH[:20] = short_VH[torch.arange(20) % V]  # much longer, and close logits
     hidden_RH[20] = 0
     hidden_RH[21] = short_VH[0]
     expected_R = (hidden_RH.double() @ short_VH.double().T).argmax(-1)
     assert vocabulary.best(hidden_RH)[[20, 21]].tolist() == [0, 0]
-    for sized in (hidden_RH, hidden_RH[21:]):  # without the zeros, all of whose logits are equal
+    for sized in (hidden_RH, hidden_RH[21:]):  # with and without a row of equal logits
         assert torch.equal(vocabulary.best(sized), expected_R[-len(sized) :])
         assert torch.equal(vocabulary.best(sized.float()), expected_R[-len(sized) :])
     row_N, _ = vocabulary._blocks_of_best(hidden_RH[21:], short_VH)
@@ -60,10 +60,13 @@ def test_matrices_are_the_targets(tmp_path, tied):
     assert torch.equal(vocabulary.lm_head, vocabulary.embed_tokens) == tied
     assert vocabulary.lm_head_sha256 == target.lm_head_sha256
     assert (vocabulary.lm_head is vocabulary.embed_tokens) == tied
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(MissingInputError, match="no safetensors"):
+        TargetVocabulary.load(folder)
 
 
 def test_on_a_gpu_that_computes_in_bf16_a_matrix_of_bf16_is_held_once(tmp_path):
-    """As "cpu:0" stands for one."""
+    """ "cpu:0" stands for one."""
     exact = torch.randn(9, 4).bfloat16().float()
     for embed, lm_head, dtypes in (
         (exact, exact, (torch.bfloat16, torch.bfloat16)),
@@ -77,10 +80,3 @@ def test_on_a_gpu_that_computes_in_bf16_a_matrix_of_bf16_is_held_once(tmp_path):
         assert torch.equal(there.best(exact), vocabulary.best(exact))
         assert vocabulary.to("cpu").short_lm_head is vocabulary.short_lm_head
         assert vocabulary.to("cpu:0").lm_head.dtype == torch.float32
-
-
-def test_a_folder_without_weights(tmp_path):
-    folder = tiny_target(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(MissingInputError, match="no safetensors"):
-        TargetVocabulary.load(folder)

@@ -1,6 +1,4 @@
-"""`eyas check --why`: each reading undoes its fault exactly, and the statistics name what makes tau
-jump and nothing else.
-"""
+"""`eyas check --why`: readings undo their faults, and statistics name what makes tau jump."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def test_every_reading_is_a_head_and_says_what_to_do(tiny, flags):
     assert len({one.name for one in found}) == len(found) >= 9
     for one in found:
         head_of(one.config, one.tensors)  # its tensors fit its config
-        assert one.says
+        assert one.hint
         assert one.config != config or one.tensors is not tensors
 
 
@@ -54,7 +52,7 @@ EDITS = [one for one in faults.BROKEN if one.right]
 
 @pytest.mark.parametrize("fault", EDITS, ids=[one.name for one in EDITS])
 def test_the_reading_undoes_the_fault(tiny, fault):
-    """The head is again what it was: for what is lost (lm_head), as near as can be."""
+    """Exactly; of a lost lm_head as near as can be."""
     vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny, fc_norm=True)
     ids_W = tensors["d2t"] + torch.arange(64)
@@ -80,11 +78,8 @@ def test_the_reading_undoes_the_fault(tiny, fault):
     assert is_same == ("d2t" in fault.right or "layers" in fault.right)
 
 
-# The statistics
-
-
 def drawn(rng, mean, num_answers=40, name=DECLARED, noise=None):
-    """A score whose places accept `mean` drafts on average; with `noise`, mostly that one's."""
+    """A score whose places accept `mean` drafts on average; most are those of `noise`, if given."""
     answers = []
     for number in range(num_answers):
         ease = 0.5 + rng.random() if noise is None else 1.0
@@ -97,7 +92,7 @@ def drawn(rng, mean, num_answers=40, name=DECLARED, noise=None):
 
 
 def test_sound_heads_raise_few_false_alarms():
-    """Thirty readings that change nothing on average: an alarm in 1 of 20 at most."""
+    """Of 30 readings that change nothing: in 1 of 20 checks at most."""
     alarms = 0
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -157,11 +152,7 @@ def test_a_head_that_drafts_nothing_however_it_is_read_is_warned_of():
     assert "next to nothing" in found[0].what
 
 
-# The command
-
-
 def test_the_command_names_a_fault_and_clears_a_sound_head(tmp_path, monkeypatch):
-    """A head whose layer takes its inputs in the other order, among few readings."""
     kept = {"the feature before the embedding", "norm_output on"}
 
     def few(*args):

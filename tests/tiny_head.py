@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from eyas.operators.tensors import array_of, write_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 
 PLAIN_NORMS = {"fc_norm": False, "norm_output": False}  # EAGLE-3's own norms
+FLAGS: list[dict[str, bool]] = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    # what speculators trains by default
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+]
+with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 
 
 def tiny_head(
@@ -27,9 +39,7 @@ def tiny_head(
     dtype: torch.dtype = torch.float32,
     **flags: Any,
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names.
-    flags: HeadConfig's.
-    """
+    """A random head for a target: config, and tensors by EAGLE's names. flags: HeadConfig's."""
     vocabulary = TargetVocabulary.load(target)
     options = HeadOptions(draft_vocab_size=draft_vocab_size, **PLAIN_NORMS)
     config = HeadConfig.for_target(vocabulary.config, options)
@@ -50,7 +60,6 @@ def tiny_head(
 
 
 def write_folder(files: dict[str, bytes], folder: Path) -> Path:
-    """Put files into a new folder and return it."""
     folder.mkdir(parents=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -58,15 +67,11 @@ def write_folder(files: dict[str, bytes], folder: Path) -> Path:
 
 
 def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> Path:
-    """A random head in one form on disk; the vLLM form with the target's embeddings. options:
-    tiny_head's.
-    """
-    config, tensors = tiny_head(target, **options)
-    embed_tokens = (
-        array_of(TargetVocabulary.load(target).embed_tokens.to(tensors["fc.weight"].dtype))
-        if form == "vllm"
-        else None
-    )
+    """A random head on disk, in vLLM's form with the target's embeddings. options: tiny_head's."""
+    (config, tensors), embed_tokens = tiny_head(target, **options), None
+    if form == "vllm":
+        lent = TargetVocabulary.load(target).embed_tokens
+        embed_tokens = array_of(lent.to(tensors["fc.weight"].dtype))
     verifier = Verifier(str(target), ("LlamaForCausalLM",), embed_tokens)
     return write_folder(write_head(config, tensors, form, verifier), folder)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 from eyas.artifact import Artifact
@@ -36,6 +38,17 @@ def eval_prompts(count: int) -> list[EvalPrompt]:
         EvalPrompt(str(number), source, ({"role": "user", "content": SAID[source].format(number)},))
         for number, source in named
     ]
+
+
+def prompts_file(folder: Path, count: int) -> Path:
+    """The same as a file for `eyas eval --prompts`."""
+    path = folder / "held_out.jsonl.gz"
+    rows = [
+        {"id": one.id, "source": one.source, "messages": list(one.messages)}
+        for one in eval_prompts(count)
+    ]
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
 
 
 def prompt_set(folder: Path, count: int) -> PromptSet:

@@ -1,13 +1,11 @@
-"""A cost table from what was measured, and what it foretells of a head beside what the head did.
+"""A cost table from measurements, and a head's foretold speed beside its measured one.
 
     python benchmarks/gpu/foretold.py out/gpu/rows.jsonl --eval out/eval/eval.json
     python benchmarks/gpu/foretold.py out/bench/summary.json --eval ... --card H100 --dtype bfloat16
 
-The first is of benchmarks/gpu/serve.py, greedy rows with overlap over all tasks. The second
-is of `eyas bench`, with arms named plain, "fixed(3,1,4) simulated" and "fixed(3,1,4)", each a
-server (docs/decisions/verdict.md has the commands). Plain and simulated rows make the table
-(eyas.export.speed), written to --costs; the others are the head's. The last line of stdout is one
-JSON object.
+Rows are of benchmarks/gpu/serve.py (greedy, overlap, all tasks), or of `eyas bench` with servers
+named plain, "fixed(3,1,4) simulated" and "fixed(3,1,4)" (docs/decisions/verdict.md). Plain and
+simulated rows make the table (eyas.export.speed), others are the head's. The last line is one JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ FIGURES = ("tau", "tpot_ms", "output_tokens_per_s", "times_plain")
 
 
 def rows_of(summary: dict[str, Any], card: str, dtype: str) -> list[dict[str, Any]]:
-    """A benchmark's results in the form of serve.py's rows."""
+    """A benchmark's results as serve.py's rows."""
     found = []
     for one in summary["results"]:
         server, (size, _, simulated) = summary["servers"][one["arm"]], one["arm"].partition(" ")
@@ -40,7 +38,7 @@ def rows_of(summary: dict[str, Any], card: str, dtype: str) -> list[dict[str, An
 
 
 def compared(rows: list[dict[str, Any]], evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The table; each row of the head with pairs of what is foretold and what was measured."""
+    """The table, and pairs of foretold and measured figures of each row of the head."""
     costs = cost_table(row for row in rows if row["arm"] is None or row["simulated"])
     table, found = EngineCosts.model_validate(costs), list[dict[str, Any]]()
     plain_ms = {row["load"]: row["tpot_ms"] for row in rows if row["arm"] is None}

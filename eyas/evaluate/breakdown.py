@@ -11,7 +11,7 @@ import numpy as np
 from eyas.engine.tree import Speculation
 from eyas.tau import RoundCounts, tau_interval
 
-# How a figure came to be, by the name that eval.json has for it.
+# eval.json's words for how a figure was measured.
 WAYS = {
     "engine": "our own engine answered the prompts, with the head's drafts in every round",
     "features": "stored features: the head drafts along the target's own answers, and no target "
@@ -23,7 +23,7 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:
-    """The rounds of one answer, and what its prompt was: its name, or a key of its features."""
+    """The rounds of one answer. prompt: its id, or a key of its features."""
 
     prompt: str
     source: str
@@ -32,14 +32,14 @@ class AnswerCounts:
 
 
 def prompt_of(key: str) -> str:
-    """The prompt of a sample by its key: the turns and answers of one prompt are one row of an
-    interval, since what makes one of them easy makes the others easy.
+    """The prompt of a sample by its key. An interval has one row per prompt, since its turns and
+    answers are easy or hard together.
     """
     return key.rpartition("/")[0] or key
 
 
 def summed_by_prompt(prompts: Sequence[str], counts: Sequence[Sequence[float]]) -> np.ndarray:
-    """The sums [prompts, k] of the rows [n, k] of each prompt. prompts [n]: of each row."""
+    """Sums [prompts, k] of the rows [n, k] of each prompt. prompts [n]: of each row."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
     sums = np.zeros((len(places), len(counts[0])))
     np.add.at(sums, [places[prompt] for prompt in prompts], np.asarray(counts))
@@ -47,8 +47,8 @@ def summed_by_prompt(prompts: Sequence[str], counts: Sequence[Sequence[float]]) 
 
 
 def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, Any]:
-    """tau with its interval over prompts, accepted drafts, and acceptance by position given all
-    positions before; tau by source and language.
+    """tau with its interval over prompts, in all and by source and language; accepted drafts, and
+    acceptance by position given all positions before.
     """
     total = RoundCounts(num_draft_steps)
     for answer in answers:
@@ -99,12 +99,9 @@ def tree_entry(
     }
 
 
-# The draft vocabulary. An answer is a list of bool: whether each token is in the vocabulary.
-
-
 def vocabulary_figures(answers: Sequence[Sequence[bool]], num_draft_steps: int) -> dict[str, float]:
-    """Share of tokens in the draft vocabulary, its ceiling on tau, and that of a full vocabulary,
-    which the ends of answers keep below num_draft_steps + 1.
+    """Share of tokens in the draft vocabulary, its ceiling on tau, and a full vocabulary's (which
+    the ends of answers keep below num_draft_steps + 1). answers: whether tokens are in it.
     """
     known, count = sum(map(sum, answers)), sum(map(len, answers))
     full = [[True] * len(answer) for answer in answers]
@@ -116,11 +113,10 @@ def vocabulary_figures(answers: Sequence[Sequence[bool]], num_draft_steps: int) 
 
 
 def tau_ceiling(answers: Iterable[Sequence[bool]], num_draft_steps: int) -> float:
-    """The highest tau on these answers: a draft that is right wherever its vocabulary allows.
+    """The highest tau on these answers: of drafts that are right wherever the vocabulary allows.
 
-    Every round accepts num_draft_steps drafts up to the first token that the vocabulary lacks,
-    which the target adds itself. No draft with this vocabulary and as many steps needs fewer
-    rounds, chain or tree: from a later token of an answer a round never ends earlier.
+    A round accepts num_draft_steps drafts, or those before the first token that the vocabulary
+    lacks. No chain or tree needs fewer rounds, since a round from a later token never ends earlier.
 
         in the vocabulary   y  y  y  n  y  y  y  y  y        3 draft steps
         rounds              0  [1  2  3] [4  5  6  7] [8]    the first token is the prefill's

@@ -1,8 +1,7 @@
-"""Two heads on the same answers: how far tau changes, with its interval, in all and by source.
+"""Two heads on the same answers: the change of tau with its interval, in all and by source.
 
-Intervals resample prompts with both heads' counts, so that what makes a prompt easy or hard cancels
-(paired bootstrap). For few prompts the percentiles lie further out, as Student's t does (Hesterberg
-2015, expanded percentiles); for fewer than LEAST_ROWS there is no interval.
+Intervals are paired bootstraps over prompts, with percentiles expanded for few prompts (Hesterberg
+2015); none for fewer than LEAST_ROWS.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from eyas.evaluate.breakdown import AnswerCounts, summed_by_prompt
 from eyas.tau import LEAST_ROWS, bootstrap, expanded, ratio_of_sums
 
 LEVEL = 0.95  # of the intervals
-FEW = 30  # prompts: what rests on fewer is said to
-ALL = "all"  # the name of the comparison over all sources
+FEW = 30  # prompts: a comparison of fewer has a warning
+ALL = "all"  # all sources
 
 
 def compare(
     other: Sequence[AnswerCounts], new: Sequence[AnswerCounts]
 ) -> dict[str, dict[str, Any]]:
-    """Changes of tau by source, that over all answers first under ALL.
+    """Changes of tau over all answers (ALL), then by source.
 
-    other, new: of the same prompts, in the same order. change: tau by the other head's tau, less 1.
-    change_interval: None where one of the heads has no round, and for too few prompts.
+    other, new: of the same prompts, in the same order. change: ratio of the taus less 1.
+    change_interval: None if a head has no round, or for too few prompts.
     """
     pairs = list(zip(other, new, strict=True))
     found = {ALL: change_of_tau(pairs)}
@@ -37,7 +36,7 @@ def compare(
 
 
 def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[str, Any]:
-    """The change over some answers, each of the other head and of the new one."""
+    """The change over pairs of answers of the other and the new head."""
     counts = [
         (new.counts.emitted, new.counts.rounds, other.counts.emitted, other.counts.rounds)
         for other, new in pairs
@@ -64,7 +63,7 @@ def _changes(table: np.ndarray) -> np.ndarray:
 
 
 def described(change: Mapping[str, Any]) -> str:
-    """A change for people."""
+    """A change in words."""
     if change["change_interval"] is None:
         few = f"fewer than {LEAST_ROWS}" if change["prompts"] < LEAST_ROWS else "without a round"
         return f"unknown: {change['prompts']} prompts, {few}"
@@ -77,10 +76,8 @@ def described(change: Mapping[str, Any]) -> str:
 
 
 def refuse_worse(changes: Mapping[str, Mapping[str, Any]], tolerance: float) -> None:
-    """Raise WorseHeadError unless tau is shown to be higher over all answers, and to fall by
-    `tolerance` at most on every source.
-
-    Shown: the whole interval is on that side. Too few answers to tell are no proof.
+    """Raise WorseHeadError unless the whole interval shows that tau is higher over all answers, and
+    falls by `tolerance` at most on every source.
     """
     overall, more = changes[ALL], "measure on more prompts (capture.held_out_share, num_prompts)"
     if overall["change_interval"] is None or overall["change_interval"][0] <= 0:

@@ -1,12 +1,8 @@
-"""The eval stage: what a head brings on answers and prompts that it has not seen, in eval.json.
+"""The eval stage: tau of a head on held-out answers and prompts, in eval.json.
 
-features    chains on the answers that `capture` held out and, without prompts, trees;
-            no target runs                                                 -> tau, ..., trees
-prompts     trees at several temperatures, through the engine; where it does not run
-            the target, along answers of transformers' model                        -> trees
-against     the same measurement of another head, and how tau changes               -> against
-
-`ways` says in words which it was.
+features    chains and, without prompts, trees along `capture`'s answers   -> tau, ..., trees
+prompts     trees at several temperatures, by the engine or transformers   -> trees
+against     the same of another head, and the change of tau                -> against
 """
 
 from __future__ import annotations
@@ -27,10 +23,10 @@ from eyas.evaluate.breakdown import WAYS, AnswerCounts
 from eyas.evaluate.comparison import FEW, compare
 from eyas.evaluate.trees import (
     EvalPrompt,
-    HookedAnswers,
     Models,
     ModelsConfig,
     PromptSet,
+    hooked_samples,
     measure_tree,
     prompts_digest,
 )
@@ -42,18 +38,18 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.target import resolve_dtype, stored_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
-from eyas.operators.decoder import default_device
+from eyas.operators.decoder import HookedDecoder, default_device
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import Flag, Settings
 from eyas.shards import FeatureSource
 
-DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own, and a chain
+DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's default, and a chain
 ANSWER_TOKENS = 64  # twenty rounds
 
 
 class EvalConfig(Settings):
-    """What is measured. trees: "fixed(6,3,12) auto"; with one branch a chain."""
+    """What is measured. trees: such as "fixed(6,3,12) auto"; of one branch a chain."""
 
     num_draft_steps: int = Field(7, ge=1, le=16, description="steps of chains on features")
     trees: Annotated[tuple[str, ...], Flag(separator=" ")] = Field(
@@ -100,7 +96,7 @@ class EvalConfig(Settings):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longer prompts are left out: with their answer they must fit into models.max_length."""
+        """Longer prompts are left out: prompt and answer must fit into models.max_length."""
         return self.models.max_length - self.max_tokens
 
 
@@ -115,9 +111,9 @@ def evaluate(
 ) -> Manifest:
     """Measure a head on held-out features, on prompts (the first num_prompts), or both.
 
-    target, head: any name that `eyas.hub` resolves. Writes eval.json, also of a head that is worse
-    than config.against: `comparison.refuse_worse` judges. Raises MismatchError when head, features
-    and target do not belong together, and EmptyInputError where no round drafts.
+    target, head: any name that `eyas.hub` resolves. A head worse than config.against is not refused
+    here (`comparison.refuse_worse`). Raises MismatchError when head, features and target do not
+    belong together, EmptyInputError if no round drafts, ConfigError.
     """
     if features is None and not prompts:
         raise EmptyInputError(
@@ -126,7 +122,7 @@ def evaluate(
     if config.tolerance is not None and config.against is None:
         raise ConfigError("tolerance: there is no other head to compare with", "give --against")
     folder, prompts = resolve_target(target), prompts[: config.num_prompts]
-    if prompts:  # what "auto" stands for on this machine
+    if prompts:
         models, shape = config.models, target_shape(folder)
         is_own, dtype = isinstance(shape, TargetConfig), models.dtype
         if is_own:
@@ -140,7 +136,7 @@ def evaluate(
             dtype = stored_dtype(shape)
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})
-        # the other head is an input, and the tolerance only judges the result
+        # the other head is an input, and the tolerance judges the result
         settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
         settings["prompts"] = prompts_digest(prompts)
         settings["target_fingerprint"] = fingerprint(folder)
@@ -154,7 +150,7 @@ def evaluate(
     if output.is_done_for(work):
         return output.manifest("eval")
     with ExitStack() as stack:
-        # Weights are laid out for the number of threads that there is when they are loaded.
+        # weights are laid out for the number of threads at loading
         stack.enter_context(threads(config.models.threads))
         new = HeadMeasurement(config, folder, head, features, prompts)
         other = None
@@ -162,7 +158,7 @@ def evaluate(
             first = {"trees": config.trees[:1], "temperatures": config.temperatures[:1]}
             headline = config.model_copy(update=first)
             other = HeadMeasurement(headline, folder, config.against, features, prompts)
-        # not before: what does not fit takes no folder
+        # not before: refused inputs leave no folder
         if not stack.enter_context(output.begun(work)):
             return output.manifest("eval")
         result, answers = new.measure(track)
@@ -178,7 +174,7 @@ def evaluate(
 
 
 def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) -> Iterator[str]:
-    """What was asked for and is not measured, or on few prompts."""
+    """Warnings: few prompts, and what was asked for and is not measured."""
     counts = {source: one["prompts"] for source, one in result.get("against", {}).items()}
     if few := [f"{number} ({source})" for source, number in counts.items() if number < FEW]:
         yield (
@@ -207,8 +203,6 @@ def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) ->
 
 
 class HeadMeasurement:
-    """A head, loaded to be measured in chains on features, in trees on prompts, or both."""
-
     def __init__(
         self,
         config: EvalConfig,
@@ -217,12 +211,12 @@ class HeadMeasurement:
         features: FeatureSource | None,
         prompts: Sequence[EvalPrompt],
     ) -> None:
-        """Raises what loading raises, and EmptyInputError where no prompt can be asked."""
+        """Raises what loading raises, and EmptyInputError if no prompt can be asked."""
         files, shape = Path(resolve_head(head)), target_shape(folder)
         is_own = isinstance(shape, TargetConfig)
         self._config, self._chat, self._features = config, Chat(folder), features
         self._models: Models | None = None
-        self._hooked: HookedAnswers | None = None
+        self._hooked: HookedDecoder | None = None
         if prompts:
             longest = config.max_prompt_tokens
             if not is_own:
@@ -239,14 +233,16 @@ class HeadMeasurement:
             self._on_features = AnswerWalks.load(*given)
         if prompts and not is_own:
             self._on_answers = AnswerWalks.load(vocabulary, files, config.trees)
-            asked = self._prompts, config.max_tokens, config.seed
-            self._hooked = HookedAnswers.load(folder, config.models, *asked)
+            try:
+                self._hooked = HookedDecoder.load(folder, config.models.dtype)
+            except MismatchError as error:
+                server = "`eyas generate` and `eyas capture` by a server"
+                hint = f"{error.hint}; {server}, then --features without --prompts"
+                raise MismatchError(error.what, hint) from error
 
     def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
-        """What eval.json says of the head, and the counts of its answers: by the first tree at the
-        first temperature or, without prompts, by the chains.
-
-        Raises EmptyInputError where nothing drafts.
+        """eval.json's content, and the counts of the answers: of the first tree at the first
+        temperature or, without prompts, of the chains. Raises EmptyInputError if nothing drafts.
         """
         result: dict[str, Any] = {}
         answers: list[AnswerCounts] = []
@@ -279,15 +275,16 @@ class HeadMeasurement:
     def _on_prompts(
         self, track: Track
     ) -> Iterator[tuple[list[dict[str, Any]], list[AnswerCounts]]]:
-        """Entries of trees, and the counts of the first one's answers, temperature by temperature
-        and, in the engine, tree by tree.
+        """Entries of trees, and the counts of the first one's answers: by temperature and, in the
+        engine, by tree.
         """
         config, prompts, count = self._config, self._prompts, len(self._config.temperatures)
         for number, temperature in enumerate(config.temperatures):
             if self._hooked is not None:
                 walks = self._on_answers.at(temperature)
                 languages = iter([prompt.language for prompt in prompts.prompts])
-                for samples in self._hooked.samples(temperature, _part_of(track, number, count)):
+                asked = self._hooked, prompts, config.max_tokens, temperature, config.seed
+                for samples in hooked_samples(*asked, _part_of(track, number, count)):
                     walks.add(samples, list(islice(languages, len(samples))))
                 facts = {"language_of": "prompts", "by": "transformers"}
                 yield walks.entries(temperature, **facts), walks.answers()

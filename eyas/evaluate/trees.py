@@ -1,6 +1,5 @@
-"""Held-out prompts, tree by tree and temperature by temperature: through the engine, tau as serving
-will have it; or answered by transformers where our own engine does not run the target, for the
-head's trees to be walked along. No server and no clock.
+"""Held-out prompts by tree and temperature: decoded by the engine, or answered by transformers for
+targets that our engine does not run, and then walked (`walks`). No server and no clock.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.tree import Speculation
-from eyas.errors import EmptyInputError, EyasError, MismatchError, TemplateError
+from eyas.errors import EmptyInputError, EyasError, TemplateError
 from eyas.evaluate.breakdown import AnswerCounts, tree_entry
 from eyas.language import language
 from eyas.log import Track
@@ -34,11 +33,11 @@ from eyas.settings import Settings
 from eyas.shards import Sample
 from eyas.tau import RoundCounts
 
-AT_ONCE = 8  # answers, of which the hidden states are computed in one forward
+AT_ONCE = 8  # answers whose hidden states one forward computes
 
 
 class ModelsConfig(Settings):
-    """How target and head run: as they will be served."""
+    """How target and head run, as they will be served."""
 
     dtype: Dtype = Field("auto", description="of the weights; auto: the checkpoint's")
     threads: int | None = Field(None, ge=1, description="null: all that this process has")
@@ -48,10 +47,7 @@ class ModelsConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target and its head, loaded once for engines of any speculation.
-
-    t2d_V bool: in the draft vocabulary.
-    """
+    """A target and its head for several engines. t2d_V bool: in the draft vocabulary."""
 
     target: Target
     draft: Draft
@@ -67,20 +63,20 @@ class Models:
         return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"])
 
     def engine(self, speculation: Speculation | str) -> Engine:
-        """An engine of its own, with an empty cache."""
+        """An engine with an empty cache."""
         config = EngineConfig(
             speculation=str(speculation),
             max_batch=self.config.max_batch,
             max_length=self.config.max_length,
-            max_pause_ms=1e9,  # nobody reads along
-            text_drafts=False,  # the head is judged
+            max_pause_ms=1e9,  # no reader waits
+            text_drafts=False,  # only the head's drafts count
         )
         return Engine(self.target, self.draft, config)
 
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """A prompt that the head was not trained on. source: the domain that it counts for."""
+    """A held-out prompt. source: its domain."""
 
     id: str
     source: str
@@ -88,7 +84,7 @@ class EvalPrompt:
 
     @cached_property
     def language(self) -> str:
-        """Language of what users say in it."""
+        """Language of the user's messages."""
         return language(
             "\n".join(message["content"] for message in self.messages if message["role"] == "user")
         )
@@ -133,7 +129,7 @@ class PromptSet:
         return cls(kept, prompt_ids, len(prompts) - len(kept))
 
     def requests(self, max_tokens: int, temperature: float, seed: int) -> list[Request]:
-        """A request for each, with the prompt's id, and the seed that `eyas bench` gives it."""
+        """A request for each, with its prompt's id and the seed that `eyas bench` gives it."""
         made = []
         for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True):
             drawn = mixed_seed(seed, prompt.id)
@@ -144,16 +140,15 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True)
 class DecodedAnswer:
-    """Tokens of an answer, and the accepted drafts of each of its speculative rounds, in order."""
+    """Tokens of an answer, and the accepted drafts of its speculative rounds, in order."""
 
     token_ids: list[int]
     accepted: list[int]
 
 
 def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[DecodedAnswer]:
-    """All answers, in the order of the requests; `track` counts those that are done.
-
-    Raises EyasError where the head fails: what would follow is plain decoding.
+    """All answers, in the order of the requests. Raises EyasError if the head fails, after which
+    the engine would decode plainly.
     """
     answers = {request.id: DecodedAnswer([], []) for request in requests}
     for request in requests:
@@ -180,8 +175,8 @@ def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[De
 def measure_tree(
     models: Models, prompts: PromptSet, tree: Speculation, requests: Sequence[Request], track: Track
 ) -> tuple[dict[str, Any], list[AnswerCounts]]:
-    """An entry of eval.json's `trees`, and the counts of each answer. Rounds without drafts, which
-    only auto has, do not count.
+    """An entry of eval.json's `trees`, and the counts of each answer. Rounds without drafts (of
+    auto) do not count.
     """
     answers = []
     decoded = decode(models.engine(tree), requests, track)
@@ -194,54 +189,32 @@ def measure_tree(
     return tree_entry(tree, drawn, answers, is_known, **facts), answers
 
 
-# Where our own engine does not run the target
-
-
-@dataclass(frozen=True, slots=True)
-class HookedAnswers:
-    """transformers' model of a target, and what it is asked."""
-
-    decoder: HookedDecoder
-    prompts: PromptSet
-    max_tokens: int
-    seed: int
-
-    @classmethod
-    def load(
-        cls, folder: str, config: ModelsConfig, prompts: PromptSet, max_tokens: int, seed: int
-    ) -> HookedAnswers:
-        """Raises MismatchError, with what measures without the model, MissingInputError,
-        CorruptError.
-        """
-        try:
-            decoder = HookedDecoder.load(folder, config.dtype)
-        except MismatchError as error:
-            hint = (
-                "`eyas generate` and `eyas capture` by a server, then --features without --prompts"
+def hooked_samples(
+    decoder: HookedDecoder,
+    prompts: PromptSet,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    track: Track,
+) -> Iterator[list[Sample]]:
+    """transformers' answers with their hidden states, in the prompts' order."""
+    asked = list(zip(prompts.prompts, prompts.prompt_ids, strict=True))
+    for first in range(0, len(asked), AT_ONCE):
+        part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []
+        for number, (prompt, ids) in enumerate(part):
+            answer = decoder.answer(ids, max_tokens, temperature, mixed_seed(seed, prompt.id))
+            rows.append([*ids, *answer])
+            masks.append(torch.arange(len(rows[-1])) >= len(ids))
+            track(first + number + 1, len(asked))
+        states = decoder.states(rows)
+        yield [
+            Sample(
+                prompt.id,
+                torch.tensor(row, dtype=torch.int32),
+                mask,
+                states.aux_hidden[b, : len(row)].cpu(),
+                states.last_hidden[b, : len(row)].cpu(),
+                prompt.source,
             )
-            raise MismatchError(error.what, f"{error.hint}; {hint}") from error
-        return cls(decoder, prompts, max_tokens, seed)
-
-    def samples(self, temperature: float, track: Track) -> Iterator[list[Sample]]:
-        """Answers with their hidden states, in the prompts' order."""
-        asked = list(zip(self.prompts.prompts, self.prompts.prompt_ids, strict=True))
-        for first in range(0, len(asked), AT_ONCE):
-            part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []
-            for number, (prompt, ids) in enumerate(part):
-                seed = mixed_seed(self.seed, prompt.id)
-                answer = self.decoder.answer(ids, self.max_tokens, temperature, seed)
-                rows.append([*ids, *answer])
-                masks.append(torch.arange(len(rows[-1])) >= len(ids))
-                track(first + number + 1, len(asked))
-            states = self.decoder.states(rows)
-            yield [
-                Sample(
-                    prompt.id,
-                    torch.tensor(row, dtype=torch.int32),
-                    mask,
-                    states.aux_hidden[b, : len(row)].cpu(),
-                    states.last_hidden[b, : len(row)].cpu(),
-                    prompt.source,
-                )
-                for b, ((prompt, _), row, mask) in enumerate(zip(part, rows, masks, strict=True))
-            ]
+            for b, ((prompt, _), row, mask) in enumerate(zip(part, rows, masks, strict=True))
+        ]

@@ -1,23 +1,19 @@
-"""A head along answers whose hidden states are there: no target runs, and nothing is drawn.
+"""A head along stored answers with their hidden states: no target runs, and nothing is drawn.
 
-Verification draws a token at the root and at each accepted node, and the answer says which they
-were. So the head's tree grows at each round's root as in serving, and is walked along the answer:
+The head's tree grows at each round's root as in serving, and is walked along the answer, whose
+tokens are what verification drew:
 
     answer   [y0] [y1 y2 y3] [y4]        rounds that accept 2 and 0 drafts
               |    |     |
               root accepted, and the token that the target added: the next root
 
-These are the rounds of serving, one by one, where a draft does not follow from the random numbers
-that the target draws with: greedy answers, and sampled ones of servers that draft the likeliest
-tokens (SGLang, vLLM). Our own engine guesses the draws, and accepts more at temperatures above 0.
+These are serving's rounds for greedy answers, and for sampled ones of servers that draft the
+likeliest tokens (SGLang, vLLM). Our own engine guesses the draws, and accepts more when sampling.
+The last hidden states give the expected acceptance over all draws at the nodes of the answer.
 
-A sampled answer is one of many. What is accepted in expectation over all that could be drawn at its
-nodes follows from the last hidden states: the chance that the target draws a child of a node.
+Chains (trees of one branch) are unrolled from all places of an answer at once (`operators.chain`).
 
-A chain is a tree of one branch: all places of an answer are unrolled at once, on a GPU where there
-is one (`operators.chain`), and every shorter chain is its beginning.
-
-Letters: B samples, T the longest of them, C candidates, H target hidden size, V target vocabulary.
+Letters: B samples, T the longest of them, H target hidden size, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -61,14 +57,13 @@ from eyas.shards import FeatureSource, Sample
 from eyas.tau import RoundCounts
 
 ROWS_AT_ONCE = 256  # of logits over the target's vocabulary
-BATCH_TOKENS = 8192  # of a batch, padding included: under a GB for a head of a 70 B target
-# of answers' tokens that are the target's argmax by the features: below it they were sampled
-GREEDY = 0.97
+BATCH_TOKENS = 8192  # padding included: under a GB for a head of a 70 B target
+GREEDY = 0.97  # least share of argmax tokens in greedy answers
 ASSUMES = (
     "a chain of num_draft_steps drafts every round, never cut short; features in the precision "
     "served"
 )
-END = -1  # behind an answer: no draft's token
+END = -1  # after an answer: no draft's token
 
 
 class TargetMatrices(NamedTuple):
@@ -94,8 +89,8 @@ class TargetMatrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WalkedRound:
-    """A round on a sample's tokens. root: the column of its root; left: tokens of the answer behind
-    it; path: the accepted nodes, those that the answer's end cuts off among them.
+    """A round on a sample's tokens. root: its column; left: tokens of the answer after it; path:
+    the accepted nodes, also those that the answer's end cuts off.
     """
 
     root: int
@@ -105,18 +100,18 @@ class WalkedRound:
 
     @property
     def num_accepted_drafts(self) -> int:
-        """An accepted draft that ends the answer takes the place of the target's token."""
+        """A draft that ends the answer counts as the target's token."""
         return min(len(self.path), self.left - 1)
 
 
 class AnswerWalk:
-    """Where the rounds of one sample stand: `root`, None behind the last one, and `draft_len`, the
-    first column without an entry of the draft.
+    """The rounds of one sample. root: the next one's column, None after the last; draft_len: the
+    first column without an entry in the draft's cache.
     """
 
     def __init__(self, sample: Sample) -> None:
         self.tokens = sample.token_ids.tolist()
-        # a first token without a feature before it is no root
+        # a first token has no feature before it
         spans = ((max(first, 1), end) for first, end in runs(sample.loss_mask.tolist()))
         self._spans = [span for span in spans if span[1] - span[0] > 1]
         self.rounds: list[list[WalkedRound]] = [[] for _ in self._spans]
@@ -125,11 +120,11 @@ class AnswerWalk:
 
     @property
     def missing(self) -> int:
-        """Columns before the root without an entry."""
+        """Number of columns before the root without an entry."""
         return (self.root or 0) - self.draft_len
 
     def go_on(self, tree: Tree) -> None:
-        """Walk a tree of the root, and move the root behind it."""
+        """Walk the root's tree, and move the root to the next round."""
         root, end = self.root, self._spans[self._number][1]
         assert root is not None
         following = iter([*self.tokens[root + 1 : end], END])
@@ -145,7 +140,7 @@ class AnswerWalk:
 
 @torch.inference_mode()
 def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[AnswerWalk]:
-    """All rounds of the samples' answers, with trees of a fixed size."""
+    """All rounds of the samples' answers, with trees of one size."""
     columns = max(len(one.token_ids) for one in samples)
     columns += max(tree.num_verify_tokens, 1 + tree.num_columns)
     num_pages = -(-columns // PAGE_SIZE)
@@ -160,7 +155,7 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
     walks = [AnswerWalk(sample) for sample in samples]
     while under_way := [b for b, one in enumerate(walks) if one.root is not None]:
         far = [b for b in under_way if walks[b].missing >= AT_ONCE]
-        if far:  # a prompt's entries are made without outputs, as serving does
+        if far:  # as in serving, a prompt's entries need no outputs
             draft.enter(_missing(walks, far, table, 1), cache, features)
             for b in far:
                 walks[b].draft_len = walks[b].root or 0
@@ -190,12 +185,11 @@ def expected_drafts(
     vocabulary: TargetVocabulary,
     temperature: float,
 ) -> float:
-    """The drafts that these rounds of a sample accept in expectation, its answer drawn at this
-    temperature from the whole vocabulary.
+    """Expected accepted drafts of a sample's rounds, its answer drawn at this temperature from the
+    whole vocabulary.
 
-    A node that the answer reached is reached with its own probability, over all answers; so what is
-    summed is the chance of its children alone. The answer's last token is no draft: see
-    WalkedRound.
+    The sum of the probabilities of the reached nodes' children: over all answers, a node is reached
+    with its own probability. The answer's last token is no draft (see WalkedRound).
     """
     nodes = [
         (one, depth, node)
@@ -215,12 +209,9 @@ def expected_drafts(
     return total
 
 
-# Figures
-
-
 @dataclass(slots=True)
 class TreeCounts:
-    """What is counted of one tree. expected: the sum of `expected_drafts`."""
+    """Counts of one tree. expected: the sum of `expected_drafts`."""
 
     tree: Speculation
     expected: float = 0.0
@@ -229,11 +220,10 @@ class TreeCounts:
 
 @dataclass
 class AnswerWalks:
-    """Counts of a head's trees, and of its chains of 1 to K drafts, on answers, sample by sample.
+    """Counts of a head's trees, and of its chains of 1 to K drafts.
 
     draft: for trees; head: for chains. t2d_V bool: in the draft vocabulary. num_draft_steps: K, 0
-    where no chain is asked for. temperature: at which the answers are drawn from the whole
-    vocabulary; 0 as well where that is not so.
+    without chains. temperature: of answers drawn from the whole vocabulary; 0 for all others.
     """
 
     vocabulary: TargetVocabulary
@@ -260,8 +250,8 @@ class AnswerWalks:
         num_draft_steps: int = 0,
         source: FeatureSource | None = None,
     ) -> AnswerWalks:
-        """source: features that are walked. Raises what reading a head raises, MismatchError for
-        what is not of one target, and ConfigError for a tree without a size.
+        """source: the features. Raises what reading a head raises, MismatchError for inputs of
+        different targets, ConfigError for a tree without a size.
         """
         config, tensors = read_head(head, vocabulary.config)
         if source is not None:
@@ -295,11 +285,11 @@ class AnswerWalks:
         return cls(vocabulary, draft, unrolled, tensors["t2d"], parsed, num_draft_steps)
 
     def at(self, temperature: float) -> AnswerWalks:
-        """The same without counts, for answers of this temperature."""
+        """The same without counts, for another temperature."""
         return replace(self, temperature=temperature)
 
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
-        """Walk these samples' answers. languages: of each sample's."""
+        """Walk these samples' answers. languages: of the answers."""
         for sample in samples:
             is_known = self.t2d_V[sample.token_ids.long()].tolist()
             spans = runs(sample.loss_mask.tolist())
@@ -345,13 +335,12 @@ class AnswerWalks:
         return made
 
     def answers(self) -> list[AnswerCounts]:
-        """The counts of each answer: by the chain, or else by the first tree."""
+        """The counts of each answer, of the chains or else of the first tree."""
         return self.of_chain if self.by_length else self.counts[0].answers
 
     def measure(self, source: FeatureSource, chat: Chat, track: Track) -> dict[str, Any]:
-        """What eval.json says of the features of a source; chat: to read the answers' language.
-
-        Raises EmptyInputError where no answer has two tokens.
+        """eval.json's content for features; chat: to tell the answers' language. Raises
+        EmptyInputError if no answer has two tokens.
         """
         done, longest, self.temperature = 0, self.by_length[-1], drawn_at(source)
         for samples in source.batches(plan_batches(source.lengths, BATCH_TOKENS, "eval")):
@@ -387,7 +376,7 @@ class AnswerWalks:
 
 @torch.inference_mode()
 def num_greedy(vocabulary: TargetVocabulary, batch: Batch) -> int:
-    """How many of the answers' tokens are the target's argmax, as stored or by the features."""
+    """The number of the answers' tokens that are the target's argmax, stored or by the features."""
     mask_BT = batch.loss_mask_BT[:, 1:]
     own_P = batch.argmax_BT[:, :-1][mask_BT]
     if (own_P < 0).any():
@@ -397,11 +386,8 @@ def num_greedy(vocabulary: TargetVocabulary, batch: Batch) -> int:
     return int((own_P == batch.tokens_BT[:, 1:][mask_BT]).sum())
 
 
-# How the answers of features were drawn
-
-
 def samplings(source: FeatureSource) -> list[dict[str, Any]]:
-    """How `generate` was asked to draw the answers of features; nothing where that is not known."""
+    """The sampling that `generate` was asked for; empty if unknown."""
     answers = source.inputs["features"].inputs.get("answers")
     return answers.config.get("sampling", []) if answers is not None else []
 
@@ -414,8 +400,8 @@ def drawn_at(source: FeatureSource) -> float:
 
 
 def answers_temperature(source: FeatureSource, greedy_share: float) -> float | None:
-    """What the answers were drawn at: as `generate` was asked, or greedy by their tokens; None for
-    several temperatures, or one that is not known.
+    """The answers' temperature, as asked of `generate`, or 0 by their tokens; None for several, or
+    an unknown one.
     """
     stated = {one["temperature"] for one in samplings(source)}
     if stated:

@@ -1,7 +1,5 @@
-"""The model card of an exported head: what it is for, how to serve it, what it was trained on.
-
-The text is card.md, filled from values. It names no folder of this machine, except the target's in
-the commands where the target has no other name.
+"""The model card of an exported head: card.md, filled from values. It names no folder of this
+machine but a local target's, in the commands.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from eyas.model.config import HeadConfig
 from eyas.model.dialects import FLAGS
 
 CARD = "README.md"
-# of the front matter of other cards
 LICENCE, TERMS = "license", ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
 DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
@@ -34,8 +31,8 @@ TEMPLATE = Path(__file__).with_name("card.md")
 
 @dataclass(frozen=True, slots=True)
 class CardOrigin:
-    """What a head's own card says. terms: the front matter's fields of a licence, if it names one.
-    data: the text of the section "Data".
+    """What a head's own card says. terms: the licence's fields of the front matter. data: the text
+    of the section "Data".
     """
 
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +40,7 @@ class CardOrigin:
 
     @classmethod
     def of(cls, card: str) -> CardOrigin:
-        """What a README.md says; nothing where it has no front matter, or none that is YAML."""
+        """Read a README.md; terms stay empty without front matter in YAML."""
         card = card.replace("\r\n", "\n")
         front, data = FRONT.match(card), DATA.search(card)
         try:
@@ -57,18 +54,14 @@ class CardOrigin:
 
     @property
     def licence(self) -> str | None:
-        """The licence by its name; None where the card has none."""
         return self.terms.get(LICENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCard:
-    """What the card is written from. manifest: the head's; measured: eval.json; hashes: SHA-256 by
-    file name.
-
-    licence: an id of the hub ("apache-2.0", "llama3.1"), as the owner states it. origin: the card
-    of a head that eyas did not train; its licence holds where the owner states none. gguf: of a
-    dequantised target, its file and matrices by type, as its config.json says. speed: speed.json.
+    """The values of the card. manifest: the head's. measured: eval.json. speed: speed.json. hashes:
+    SHA-256 by file name. licence: an id of the hub ("apache-2.0", "llama3.1"), by default origin's.
+    origin: the card of a head that eyas did not train. gguf: SOURCE of a dequantised target.
     """
 
     launch: Launch
@@ -110,16 +103,15 @@ class HeadCard:
         return [form for form in FORMS if any(name.startswith(f"{form}/") for name in self.hashes)]
 
     def metadata(self) -> dict[str, Any]:
-        """The front matter: fields that the hub knows, and no other."""
+        """The front matter, in the hub's fields."""
         found: dict[str, Any] = {"library_name": "eyas", "pipeline_tag": "text-generation"}
         if HUB_ID.fullmatch(self.launch.target):
             found["base_model"] = self.launch.target
         if self.licence:
             found["license"] = self.licence
-        elif self.origin.licence:
-            found |= self.origin.terms
-        else:  # the hub's word for a licence that is not on its list
-            found |= {"license": "other", "license_name": "of-the-target-and-its-data"}
+        else:  # "other" is the hub's word for a licence that is not on its list
+            unnamed = {"license": "other", "license_name": "of-the-target-and-its-data"}
+            found |= self.origin.terms or unnamed
         served = filter(self.launch.is_served, self.forms)
         found["tags"] = ["eagle3", "speculative-decoding", *served]
         if sets := sorted(
@@ -160,13 +152,10 @@ class HeadCard:
         }
 
     def tables(self) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
-        """eval.json's tables (by source, language, temperature, tree): name, a note or nothing (of
-        trees the target's precision, and whether the commands have another), columns, rows.
-        """
+        """eval.json's tables: name, note (of trees the precision), columns, rows."""
         measured = self.measured or {}
         for name, value in measured.items():
-            rows = _rows(value)
-            if rows:
+            if rows := _rows(value):
                 note, own, served = "", measured.get("dtype"), self.launch.dtype
                 if name == "trees" and own is not None:
                     note = f"Measured in {own}."
@@ -206,17 +195,12 @@ def _cell(name: str, value: Any) -> str:
         return f"{value:.2f}"
     if isinstance(value, list) and name.endswith("_interval"):
         return f"{value[0]:.2f}-{value[1]:.2f}"
-    return (
-        str(value).replace("|", "/")
-        if isinstance(value, int | str) and not isinstance(value, bool)
-        else ""
-    )
+    is_shown = isinstance(value, int | str) and not isinstance(value, bool)
+    return str(value).replace("|", "/") if is_shown else ""
 
 
 def prometheus_rules(figures: Sequence[CardTau], model: str, version: str, form: str) -> str:
-    """A PrometheusRule that records a card's figures as the series eyas:card_*, by the served
-    model's name and the head's version, for servers that do not export them.
-    """
+    """A PrometheusRule that records a card's figures as eyas:card_*, for other engines' servers."""
     name = f"eyas-card-{version}-{form}"
     rules = [
         {

@@ -1,8 +1,7 @@
-"""The check of a head against its target: what serves badly although it loads. Its files, settings
-and weights are read here, by lint; `replay` runs it, and `verdict` joins the two.
+"""The lint of a head against its target: files, settings and weights that load, and serve badly.
 
-The lint reads a head of any form as `read_head` does, but names all faults. Every function yields
-findings of one kind; `check` calls them in order.
+It reads any form as `read_head` does, and names all faults. `replay` runs the head, and `verdict`
+joins the two.
 """
 
 from __future__ import annotations
@@ -60,18 +59,17 @@ from eyas.operators.shape import StoredMatrices, target_shape
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 OWN_ENGINE = "our own engine"
-STAGES = {"train": "trained", "export": "exported"}  # whose output is a head
-# what older speculators wrote of the target
+STAGES = {"train": "trained", "export": "exported"}
+# older speculators' fields of the target
 VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """An error serves wrong or badly for certain; a warning may be meant so; a note needs nothing
-    done.
+    """An error is certain to serve badly; a warning may be intended; a note needs no action.
 
-    meanings: of what can be meant in several ways, the name of each and the keys that say it.
-    unfit: engines that it is not for.
+    meanings: of an ambiguous setting, by the meaning's name the keys that state it. unfit: engines
+    that should not serve the head.
     """
 
     level: Level
@@ -87,23 +85,23 @@ def in_order(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
 
 
 def exit_code(findings: Iterable[CheckFinding]) -> int:
-    """0 nothing found but notes, 1 warnings, 2 an error."""
+    """0 without warnings, 1 with warnings, 2 with an error."""
     levels = {finding.level for finding in findings}
     return 2 if "error" in levels else 1 if "warning" in levels else 0
 
 
 def error(what: str, hint: str) -> CheckFinding:
-    """An error without meanings."""
+    """A finding of level error."""
     return CheckFinding("error", what, hint)
 
 
 def warning(what: str, hint: str) -> CheckFinding:
-    """A warning."""
+    """A finding of level warning."""
     return CheckFinding("warning", what, hint)
 
 
 def errors(faults: Sequence[MismatchError]) -> list[CheckFinding]:
-    """What `read_head` refuses; of what is ambiguous with its meanings."""
+    """The refusals of `read_head`, with the meanings of ambiguous settings."""
     return [
         CheckFinding("error", one.what, one.hint, getattr(one, "meanings", {})) for one in faults
     ]
@@ -112,15 +110,19 @@ def errors(faults: Sequence[MismatchError]) -> list[CheckFinding]:
 def check(
     head: str | Path, target: str | Path, forms: Sequence[EngineForm] = ()
 ) -> list[CheckFinding]:
-    """All that is wrong with a head of any form for a target (folders, or "builtin"); errors first.
+    """All faults of a head of any form for a target (folders, or "builtin"); errors first.
 
-    forms: those it is about to be written in, beside its own. Raises MissingInputError,
-    CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
+    forms: those to be exported, beside its own. Raises MissingInputError, CorruptError, and
+    MismatchError for what is no EAGLE-3 head or no supported target.
     """
     target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
     vocabulary = StoredMatrices.load(target_folder)
     shape = vocabulary.config
-    check_is_head(folder)
+    below = [str(folder / form) for form in FORMS if (folder / form / CONFIG_JSON).is_file()]
+    if below and not any((folder / name).is_file() for name in (CONFIG_JSON, HEAD_JSON)):
+        raise MissingInputError(
+            f"{folder} is an export: the heads lie below it", f"give {' or '.join(below)}"
+        )
     checkpoint = open_checkpoint(folder)
     findings = [*changed_findings(folder), *twin_findings(folder)]
     findings += errors(setting_faults(checkpoint))
@@ -147,31 +149,19 @@ def check(
 
 
 def replayed_by(target: str | Path) -> str:
-    """What runs a target that is replayed, for people."""
+    """The name of what runs a target in a replay."""
     shape = target_shape(resolve_target(str(target)))
     return OWN_ENGINE if isinstance(shape, TargetConfig) else "transformers"
 
 
-# Files
-
-
-def check_is_head(folder: Path) -> None:
-    """Raise MissingInputError for a folder that holds no head itself but exported ones below."""
-    below = [str(folder / form) for form in FORMS if (folder / form / CONFIG_JSON).is_file()]
-    if below and not any((folder / name).is_file() for name in (CONFIG_JSON, HEAD_JSON)):
-        raise MissingInputError(
-            f"{folder} is an export: the heads lie below it", f"give {' or '.join(below)}"
-        )
-
-
 def changed_findings(folder: Path) -> Iterator[CheckFinding]:
-    """Files of a head of ours that differ from its manifest, here or in the folder above."""
+    """Files that differ from the manifest, here or in the folder above."""
     folder = folder.resolve()
     for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
         try:
             manifest = Manifest.model_validate_json((root / MANIFEST).read_bytes())
         except (OSError, ValidationError):
-            continue  # none, or not ours
+            continue  # none, or another tool's
         for listed, stored in manifest.files.items() if manifest.stage in STAGES else ():
             name = listed.removeprefix(prefix)
             if not listed.startswith(prefix) or "/" in name or not name.endswith(HEAD_FILES):
@@ -188,7 +178,7 @@ def changed_findings(folder: Path) -> Iterator[CheckFinding]:
 
 
 def twin_findings(folder: Path) -> Iterator[CheckFinding]:
-    """Weights that lie there twice and differ: which ones are served depends on the loader."""
+    """Weights that are stored twice and differ."""
 
     def stored(name: str) -> dict[str, Array]:
         is_index = name in (INDEX, PICKLE_INDEX)
@@ -214,11 +204,8 @@ def twin_findings(folder: Path) -> Iterator[CheckFinding]:
             )
 
 
-# Settings
-
-
 def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFinding]:
-    """Where the head's shape differs from the target's, though it may be meant so."""
+    """Differences from the target's shape that may be intended."""
     if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
         yield warning(
             f"the head taps the outputs of layers {config.taps}, the default is "
@@ -253,7 +240,7 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
 def vocabulary_findings(
     checkpoint: Checkpoint, config: HeadConfig, vocabulary: StoredMatrices
 ) -> Iterator[CheckFinding]:
-    """What the head borrows from the target, or was trained against."""
+    """Embeddings, lm_head and end tokens."""
     if not config.target_lm_head_sha256:
         what = "the head does not say which lm_head it was trained against"
         yield CheckFinding("note", what, "only eyas writes its hash; a good replay is as good")
@@ -278,7 +265,7 @@ def vocabulary_findings(
 def verifier_findings(
     checkpoint: Checkpoint, target: TargetShape, config: Mapping[str, Any]
 ) -> Iterator[CheckFinding]:
-    """Where a speculators config names another target. config: the target's config.json."""
+    """Another target in a speculators config. config: the target's config.json."""
     speculators = checkpoint.settings.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     if not isinstance(verifier, dict):
@@ -300,7 +287,7 @@ def verifier_findings(
 
 
 def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[CheckFinding]:
-    """What engines do not read of it: a warning for those of forms in `named`, else a note."""
+    """Flags that engines do not read: a warning if their form is `named`, else a note."""
     for engine in ENGINES:
         if flags := engine.unread_flags(config):
             effects = dict.fromkeys(engine.unread[flag] for flag in flags)
@@ -313,8 +300,8 @@ def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[Che
 
 
 def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[CheckFinding]:
-    """Engines that serve no such target with a head, ours among them: a warning for the engine of
-    a form in `named`, and where no engine is left; else a note.
+    """Engines that do not serve this target with a head: a warning if their form is `named` or no
+    engine does, else a note.
     """
     family = target.model_type
     able = [engine.release for engine in ENGINES if engine.serves(family)]
@@ -324,11 +311,10 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
         if able
         else "keep it for a newer version that takes such targets, or train one for another target"
     )
-    levels: dict[Level, list[EngineAbilities]] = {"warning": [], "note": []}
-    for engine in ENGINES:
-        if not engine.serves(family):
-            level: Level = "warning" if not able or engine.is_of(named) else "note"
-            levels[level].append(engine)
+    unable = [engine for engine in ENGINES if not engine.serves(family)]
+    grave = [engine for engine in unable if not able or engine.is_of(named)]
+    levels: dict[Level, list[EngineAbilities]] = {"warning": grave}
+    levels["note"] = [engine for engine in unable if engine not in grave]
     for level, others in levels.items():
         if others:
             names = ", ".join(engine.release for engine in others)
@@ -342,7 +328,7 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
 
 
 def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
-    """What the engine of this form asks for beyond a right head."""
+    """What the engine of this form needs beside a correct head."""
     named = checkpoint.settings.get("architectures") or []
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
         yield warning(
@@ -360,9 +346,6 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
         yield warning(what, "put the target's into the file")
     if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
         yield warning("t2d is missing", "speculators needs it beside d2t; export the head again")
-
-
-# Weights
 
 
 def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:

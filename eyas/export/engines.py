@@ -1,12 +1,8 @@
-"""The engines that load our heads, as one table: the form that each reads, the targets that it
-serves with a head, what of a head it cannot read, and the command that starts it.
+"""The engines that load our heads, as one table: form, targets, limits and command of each. A new
+engine is an entry of ENGINES (and a writer in model/forms.py for a new form).
 
-Another engine is one entry of ENGINES (and its writer in model/forms.py, if its form is new).
-
-Found in the engines' sources and proved by `benchmarks/engines.py` (docs/decisions/heads.md).
-llama.cpp is that of llama-cpp-python 0.3.36, OpenVINO's converter optimum-intel 2.2. Commands:
-docs.sglang.io/docs/advanced_features/speculative_decoding and sglang/srt/arg_groups/
-speculative_hook.py; docs.vllm.ai, "EAGLE draft models", and vllm/config/speculative.py.
+Sources: the engines' code, proved by `benchmarks/engines.py` (docs/decisions/heads.md); llama.cpp
+of llama-cpp-python 0.3.36; optimum-intel 2.2; docs.sglang.io, docs.vllm.ai.
 """
 
 from __future__ import annotations
@@ -26,21 +22,19 @@ from eyas.model.dialects import EMBED_TOKENS, FLAGS, LM_HEAD, Form
 EngineForm = Literal["sglang", "vllm", "openvino"]
 FORMS: tuple[EngineForm, ...] = get_args(EngineForm)
 DTYPES = ("bfloat16", "float16", "float32")  # names that SGLang and vLLM know
-EAGLE3_MODE = '<eagle3_mode value="True" />'  # of the runtime info that OpenVINO's converter writes
+EAGLE3_MODE = '<eagle3_mode value="True" />'  # in the file that OpenVINO's converter writes
 REFUSES = "refuses to load it"
 IGNORES = "ignores it, and loses acceptance without a word"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The target as the engine finds it, and the size of drafts (the root counted).
+    """The target as the engine finds it, and the size of drafts (with the root).
 
-    dtype: the target's precision, one of DTYPES, which the engines compute the head in as well;
-    None leaves it to them. max_length: of a request in tokens; None is the target's own.
-    draft_window: the head's `sliding_window`, which SGLang takes from the command only. taps: the
-    layers whose outputs the head reads, which OpenVINO takes from the converted file only.
-    family: the target's model_type; None where it is not known. num_gpus: that one server computes
-    on (tensor parallelism).
+    dtype: of target and head, one of DTYPES; None is the engine's choice. max_length: tokens of a
+    request; None is the target's. draft_window: the head's `sliding_window`. taps: the layers whose
+    outputs the head reads. family: the target's model_type, if known. num_gpus: of one server
+    (tensor parallelism).
     """
 
     target: str
@@ -56,7 +50,7 @@ class Launch:
 
     @property
     def title(self) -> str:
-        """The target's name for people: of a folder, its last part."""
+        """The target's name; of a folder its last part."""
         return Path(self.target).name if Path(self.target).is_absolute() else self.target
 
     def drafts(self, form: EngineForm) -> Speculation:
@@ -64,8 +58,7 @@ class Launch:
         steps, topk, num_verified = self.num_draft_steps, self.tree_topk, self.num_verify_tokens
         if topk == 1 or form == "vllm":  # vLLM drafts chains only
             return Speculation("fixed", steps, 1, steps + 1)
-        # no more than the draft steps can give
-        most = topk + (steps - 1) * topk**2 + 1
+        most = topk + (steps - 1) * topk**2 + 1  # that the draft steps can give
         return Speculation("fixed", steps, topk, min(num_verified, most))
 
     def is_served(self, form: EngineForm) -> bool:
@@ -73,15 +66,13 @@ class Launch:
         return self.family is not None and engine_of(form).serves(self.family)
 
     def arguments(self, form: EngineForm, head: str | None) -> list[str]:
-        """The words of the command. head: the folder that the engine loads the head from; None
-        serves the target plainly.
-        """
+        """The words of the command. head: its folder; None serves the target plainly."""
         command = engine_of(form).command
         assert command is not None, "an engine with a form of its own has a command"
         return command(self, head)
 
     def command(self, form: EngineForm) -> str:
-        """The command for a shell, one option a line, run in the folder of the head's card."""
+        """The command for a shell in the card's folder, one option a line."""
         words = self.arguments(form, f"./{form}")
         first = next(at for at, word in enumerate(words) if word.startswith("--"))
         lines = [words[:first], *(words[at : at + 2] for at in range(first, len(words), 2))]
@@ -93,21 +84,16 @@ class Launch:
 
 
 def layers_info(taps: tuple[int, int, int]) -> str:
-    """What follows EAGLE3_MODE in a converted head: numbers between spaces, commas are not read.
+    """The line after EAGLE3_MODE in a converted head (numbers between spaces).
 
-    OpenVINO's converter writes no tapped layers, and GenAI then takes the outputs of layers 2,
-    L / 2 and L - 3, each one later than EAGLE-3's (openvino.genai's
-    src/cpp/src/speculative_decoding/eagle3_model_transforms.cpp).
+    OpenVINO's converter writes none, and GenAI then taps layers 2, L / 2 and L - 3, each one later
+    than EAGLE-3's (openvino.genai's eagle3_model_transforms.cpp).
     """
     return f'<hidden_layers_list value="{" ".join(map(str, taps))}" />'
 
 
 def sglang_command(launch: Launch, head: str | None) -> list[str]:
-    """SGLang takes a head's attention window from the command alone.
-
-    It verifies no more than the draft steps can give; of a chain all drafts and the root, whatever
-    number it is given.
-    """
+    """SGLang takes a head's attention window from the command only."""
     options = {
         "--model-path": launch.target,
         "--dtype": launch.dtype,
@@ -127,7 +113,7 @@ def sglang_command(launch: Launch, head: str | None) -> list[str]:
 
 
 def vllm_command(launch: Launch, head: str | None) -> list[str]:
-    """Its own code of some targets gives no hidden states, transformers' does."""
+    """`vllm serve`, with the options that the target needs."""
     speculation = {
         "method": "eagle3",
         "model": head,
@@ -144,9 +130,7 @@ def vllm_command(launch: Launch, head: str | None) -> list[str]:
 
 
 def openvino_command(_: Launch, head: str | None) -> list[str]:
-    """Converts the head for openvino_genai.draft_model, as OpenVINO has no server; the target is
-    converted in the same way. The folder that is written comes last.
-    """
+    """OpenVINO has no server: convert a head for openvino_genai.draft_model."""
     assert head is not None, "there is nothing else to convert"
     task = ["--task", "text-generation-with-past", "--trust-remote-code"]
     program = ["optimum-cli", "export", "openvino"]
@@ -162,14 +146,12 @@ def _words(options: Mapping[str, object]) -> list[str]:
 class EngineAbilities:
     """How an engine takes a head.
 
-    version: the one that was read. form: the exported folder that it reads. families: the targets
-    that it serves with an EAGLE-3 head, by config.json's model_type, between spaces. command: what
-    starts it; None for an engine that reads another's form. options: of the command, without which
-    a target of this model_type is not served. unread: flags of the head's config that
-    it does not read, with what it does about them; where: the place in its source that says so.
-    any_taps: whether it has one reading of every list of layers. own_embeddings: whether it uses
-    the head's. needs_lm_head: whether the file must hold one. target_embeddings: whether its form
-    holds the target's as well.
+    version: that was read. form: the exported folder that it loads. families: model_types of the
+    targets that it serves with an EAGLE-3 head, between spaces. command: None for an engine that
+    reads another's form. options: by model_type, that the command needs. unread: flags of the
+    head's config that it does not read, and the effect; where: the place in its source. any_taps:
+    whether every list of layers has one reading. own_embeddings: whether it uses the head's.
+    needs_lm_head: in the head's file. target_embeddings: whether its form holds the target's.
     """
 
     title: str
@@ -187,22 +169,19 @@ class EngineAbilities:
 
     @property
     def release(self) -> str:
-        """Its name with the version that was read."""
         return f"{self.title} {self.version}"
 
     def serves(self, family: str) -> bool:
-        """Whether it serves a target of this model_type with a head."""
         return family in self.families.split()
 
     def is_of(self, forms: Collection[Form]) -> bool:
         return self.command is not None and self.form in forms
 
     def unread_flags(self, config: HeadConfig) -> list[str]:
-        """The flags that this head sets and this engine does not read."""
         return [flag for flag in self.unread if getattr(config, flag)]
 
     def faults(self, config: HeadConfig, tensors: Mapping[str, object]) -> list[MismatchError]:
-        """What of a sound head this engine cannot read: its form is not written then."""
+        """What this engine cannot read of a correct head; its form is not exported then."""
         found = [
             f"{flag} is set: {self.title} {self.unread[flag]}" for flag in self.unread_flags(config)
         ]
@@ -221,7 +200,7 @@ class EngineAbilities:
         return [MismatchError(what, hint) for what in found]
 
 
-# Targets by model_type; with another one the engine stops when it starts.
+# model_types of targets; with another one the engine stops at its start.
 # set_eagle3_layers_to_capture and get_embed_and_head in sglang/srt/models:
 SGLANG_FAMILIES = """\
 apertus deepseek_v2 deepseek_v3 deepseek_v32 exaone_moe gemma3 gemma3_text gemma4 gemma4_text
@@ -238,7 +217,7 @@ mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl ministral3 mistral mistra
 nemotron_h olmo olmo2 olmo3 phi phi3 qwen2 qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
 qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp seed_oss smollm3 starcoder2
 vaultgemma"""
-# tried: features and tokens are transformers' own
+# vLLM's own code of these gives no hidden states; tried: features and tokens are transformers'
 VLLM_OPTIONS = {
     family: {"--model-impl": "transformers"}
     for family in ("gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral")
@@ -297,5 +276,5 @@ ENGINES = (
 
 
 def engine_of(form: Form) -> EngineAbilities:
-    """The engine whose own form this is."""
+    """The engine whose own form it is."""
     return next(engine for engine in ENGINES if engine.form == form and engine.command)

@@ -1,16 +1,10 @@
-"""The stage `export`: any head that `read_head` reads in the forms that engines load, proved equal,
-with its card.
+"""The stage `export`: a head in the forms that engines load, each proved equal, and its card.
 
-    sglang/   config.json  model.safetensors     each is read back from where it was written: same
-    vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample
-    openvino/ config.json  model.safetensors     if asked for (forms)
-    README.md                                    the model card, with the commands that launch both
-    eval.json                                    of an evaluation, if one was given, and of it
-    sglang/, vllm/ prometheus.yaml               what deploy/prometheus-rules.yaml compares with
-    speed.json, sglang/adaptive.json             with costs of an engine: what is foretold for it
-
-`publish` copies all of it to a folder of versions. A version never changes: it is the work's
-identity.
+sglang/   config.json  model.safetensors     read back: same config, bit-equal tensors, equal
+vllm/     config.json  model.safetensors     logits of a sample; openvino/ if asked for (forms)
+README.md                                    the model card, with the commands
+eval.json; sglang/, vllm/ prometheus.yaml    with an evaluation, for deploy/prometheus-rules.yaml
+speed.json, sglang/adaptive.json             with an engine's costs: the expected speed
 """
 
 from __future__ import annotations
@@ -49,15 +43,15 @@ from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import Flag, Settings
 
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
-MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them
+MAX_SHARD_BYTES = 5_000_000_000  # as the hub's tools split weights
 
 
 class ExportConfig(Settings):
     """Settings of the export stage.
 
-    target_name: what the engines load the target by, if not its folder. speculation: the size of
-    drafts in the launch commands, as `eyas serve` takes it; null: the first fixed tree of the
-    evaluation, or the engine's own. licence: for the card.
+    target_name: what engines load the target by, if not its folder. speculation: drafts in the
+    launch commands, as for `eyas serve`; null: the evaluation's first fixed tree, or our engine's.
+    licence: for the card.
     """
 
     forms: tuple[EngineForm, ...] = Field(
@@ -70,8 +64,7 @@ class ExportConfig(Settings):
         None, description="cost table of an engine (JSON): expected speed for the card"
     )
     publish: str | None = Field(
-        None,
-        description="folder of a head's versions: write a copy to VERSION below it",
+        None, description="folder of a head's versions: write a copy to VERSION below it"
     )
 
     @field_validator("speculation")
@@ -96,8 +89,8 @@ def export(
     """Write a head in each form, prove each, and write its card, which quotes `evaluation`.
 
     head: an output of `eyas train`, or a folder with a head in any form. target: a folder, or
-    "builtin". Raises MismatchError for a head that would serve badly or is another target's, and
-    CorruptError when what was written does not read back as it was.
+    "builtin". Raises MismatchError for a head that would serve badly or is another target's,
+    CorruptError for what does not read back, and ConfigError.
     """
     source = Path(resolve_head(head.url))
     inputs = {"head": manifest_of(head, source)}
@@ -132,7 +125,7 @@ def export(
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
     figures = figures_of(measured or {})
     speed = speed_of(read_costs(config.costs), figures) if config.costs else None
-    with output.begun(work) as is_work:  # not before: a head that is refused takes no folder
+    with output.begun(work) as is_work:  # not before: a refused head leaves no folder
         if not is_work:
             return output.manifest("export")
         trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
@@ -155,8 +148,8 @@ def export(
         hashes: dict[str, str] = {}
         for number, form in enumerate(config.forms):
             track(number, len(config.forms), form)
-            embed_tokens = None  # the target's, in the head's precision, where the form holds them
-            if engine_of(form).target_embeddings:
+            embed_tokens = None
+            if engine_of(form).target_embeddings:  # in the head's precision
                 embed_tokens = array_of(vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
             of_target = launch.target, tuple(architectures), embed_tokens
             verifier = Verifier(*of_target, launch.num_draft_steps)
@@ -192,7 +185,7 @@ def export(
             if speed["settings"] and speed["engine"].lower() == "sglang":
                 output.write_json(ADAPTIVE, speed["settings"])
         output.write(CARD, card.text().encode())
-        if measured is not None:  # as measured, for `eyas watch`: the card rounds
+        if measured is not None:  # for `eyas watch`, since the card rounds
             output.write_json(EVAL, measured)
         counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
         facts = {
@@ -207,13 +200,13 @@ def export(
 
 
 def version_of(identity: str) -> str:
-    """The name of an export among the versions of a head."""
+    """The name of an export among a head's versions."""
     return identity[:8]
 
 
 def publish(output: Artifact, versions: str) -> str:
-    """Copy a finished export to `versions`/VERSION, where it never changes; the URL. What is there
-    already stays. Raises InputError for a folder with other work, CorruptError.
+    """Copy a finished export to `versions`/VERSION, where it never changes; the URL. Raises
+    InputError for a folder with other work, CorruptError.
     """
     source = output.manifest("export")
     copy = Artifact(f"{versions.rstrip('/')}/{version_of(source.identity)}")
@@ -229,7 +222,7 @@ def publish(output: Artifact, versions: str) -> str:
 
 
 def manifest_of(head: Artifact, folder: Path) -> Manifest:
-    """The head's manifest; of one that eyas did not train its form and licence are the config."""
+    """The head's manifest; for one that eyas did not train, config has its form and licence."""
     manifest = head_manifest(head.url, {})
     if manifest.stage != SOURCE:
         return manifest
@@ -241,7 +234,7 @@ def manifest_of(head: Artifact, folder: Path) -> Manifest:
 
 
 def origin_of(head: Artifact) -> CardOrigin:
-    """What a head's own card says; of one form of an export the card lies in the folder above."""
+    """A head's own card; that of an exported form lies in the folder above."""
     above, _, name = head.url.rstrip("/").rpartition("/")
     for folder in (head, Artifact(above)) if name in FORMS else (head,):
         if folder.exists(CARD):
@@ -250,10 +243,8 @@ def origin_of(head: Artifact) -> CardOrigin:
 
 
 def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head as it is to be served with this target.
-
-    Its length is at least the target's: no weight depends on it, and SGLang does not start with
-    less. Embeddings that are the target's own are left out.
+    """A head as served with this target: at least as long (SGLang does not start with less, and no
+    weight depends on it), and without embeddings that equal the target's.
     """
     shape, tensors = read_head(source, vocabulary.config)
     length = max(shape.max_position_embeddings, vocabulary.config.max_position_embeddings)
@@ -266,9 +257,7 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
 def prove_equal(
     config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary
 ) -> None:
-    """Compare the head with what was written: config, every tensor bit by bit, logits of a replay.
-    Raises CorruptError.
-    """
+    """Compare config, tensors bit by bit, and logits with what was written. Raises CorruptError."""
     hint = "check the disk or store, and export again"
     config_back, tensors_back = read_head(written, vocabulary.config)
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()
@@ -285,7 +274,7 @@ def prove_equal(
 
 
 def as_written(config: HeadConfig) -> HeadConfig:
-    """The config without what no form writes: an unused rope scaling, how lm_head was trained."""
+    """The config without what no form writes: unused rope scaling, train_lm_head."""
     return config.model_copy(
         update={"rope": RopeConfig.from_hf(config.rope.to_hf()), "train_lm_head": True}
     )
@@ -293,10 +282,8 @@ def as_written(config: HeadConfig) -> HeadConfig:
 
 @torch.inference_mode()
 def made_up_logits(head: Head, embed_tokens_VH: Tensor) -> Tensor:
-    """Logits [REPLAYED_TOKENS + REPLAYED_STEPS - 1, W] of a fixed made-up sample: all its slots,
-    then drafts of its last.
-
-    It proves that two heads compute alike, not that they draft well.
+    """Logits [REPLAYED_TOKENS + REPLAYED_STEPS - 1, W] of a fixed random sample: all slots, then
+    drafts of the last. Equal heads have equal ones.
     """
     generator = torch.Generator().manual_seed(0)
     embed_tokens_VH = embed_tokens_VH if head.embed_tokens is None else head.embed_tokens

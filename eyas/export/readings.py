@@ -1,5 +1,5 @@
-"""The ways in which a head can be read: as it declares itself, and as published heads are misread,
-one fault at a time. Weights that fit one reading draft badly by another.
+"""The readings of a head: as it declares itself, and as published heads are misread, one fault at a
+time. Only the right reading drafts well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eyas.operators.vocab import TargetVocabulary
 
 DECLARED = "as declared"
 LONGEST = 2048  # tokens, at which trainers cut conversations by default
-# median cosine of lm_head's rows and the target's that they began as; of others it is some 0.2
+# median cosine of lm_head's rows and the target's rows that they started as; else it is near 0.2
 LEAST_ALIKE = 0.5
 ROWS_AT_ONCE = 1024
 CONFIG = "correct config.json, or train with what it says"
@@ -28,20 +28,19 @@ HeadTensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadReading:
-    """A way to read a head; `tensors` by EAGLE's names. says: what to do where it is right."""
+    """A way to read a head. tensors: by EAGLE's names. hint: what to do if it is the right one."""
 
     name: str
     config: HeadConfig
     tensors: HeadTensors
-    says: str = CONFIG
+    hint: str = CONFIG
 
 
 def misreadings(
     config: HeadConfig, tensors: HeadTensors, vocabulary: TargetVocabulary, why: bool = False
 ) -> Iterator[HeadReading]:
-    """The other ways to read a head: of layers, flags, rotary embedding, embeddings and d2t.
-
-    why: also what leaves the config as it is and costs time to find.
+    """Other readings of layers, flags, rotary embedding, embeddings and d2t; why: also those that
+    leave the config as it is.
     """
 
     def other(name: str, **changes: object) -> HeadReading:
@@ -57,7 +56,7 @@ def misreadings(
     for name, taps in layers.items():
         if taps != config.taps and taps[0] >= 0 and taps[2] < target.num_hidden_layers:
             yield other(name, taps=taps)
-    for flag, norms in FLAGS.items():  # one without weights is read the other way round, too
+    for flag, norms in FLAGS.items():  # a flag without weights is turned on as well as off
         if (is_set := getattr(config, flag)) or not norms:
             changed = config.model_copy(update={flag: not is_set})
             kept = {name: weight for name, weight in tensors.items() if name not in norms}
@@ -81,9 +80,8 @@ def misreadings(
 def other_files(
     config: HeadConfig, tensors: HeadTensors, vocabulary: TargetVocabulary
 ) -> Iterator[HeadReading]:
-    """The tensors as a converter may have meant them: the layer's two inputs in the other order,
-    d2t by what lm_head's rows [W, H] began as (the target's rows that are most alike), and the
-    target's own rows, which engines take where draft_vocab_size is null.
+    """Misread tensors: the layer's two inputs swapped; d2t by the target's rows most like lm_head's
+    [W, H]; and the target's own rows, which engines take if draft_vocab_size is null.
     """
     names = [f"{LAYER}self_attn.{letter}_proj.weight" for letter in "qkv"]
     turned = {name: tensors[name].roll(config.hidden_size, dims=1) for name in names}

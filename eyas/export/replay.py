@@ -1,13 +1,7 @@
-"""A head replayed on answered text in every reading of it: what each would have accepted.
+"""A head replayed in every reading on answers: given ones, or the target's greedy ones from our
+engine or transformers. `operators.chain` counts what each reading accepts.
 
-Text is prompts that the target answers here without speculation, or answers that are given. The
-target runs in our own engine or, where it does not run there, through transformers.
-Acceptance is counted by `operators.chain`.
-
-The declared reading should be the best; WARNING and ERROR say how much better another must be to
-count. Of several meanings of a checkpoint the best counts as the declared one.
-
-Letters: B batch, T sequence, H hidden size.
+Of an ambiguous checkpoint's meanings the best counts as the declared reading.
 """
 
 from __future__ import annotations
@@ -59,22 +53,21 @@ from eyas.shards import Sample
 
 log = logging.getLogger(__name__)
 ReplayTarget = Target | HookedDecoder
-NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
+NUM_CONVERSATIONS = 32  # about 800 tokens of the built-in target's answers
 WHY_CONVERSATIONS = 64  # intervals that hold for all readings need more
 ANSWER_TOKENS = 48
-PROMPT_TOKENS = 160  # longer ones would be most of the time
-# of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
-MOST_TOKENS = 2048
+PROMPT_TOKENS = 160  # longer prompts would take most of the time
+MOST_TOKENS = 2048  # of a conversation: hidden states of many layers must fit
 BATCH = 8
 ROLES = {role: role for role in ("system", "user", "assistant")}
 ROLES |= {"human": "user", "gpt": "assistant"}
-ANSWERS_AT_ONCE = 8  # in one forward, of about one length
+ANSWERS_AT_ONCE = 8  # in one forward
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Tokens of a conversation [T] and which of them the target wrote [T]. kind: of its prompt, by
-    its row's category or source, or else by its language.
+    """Tokens of a conversation [T], and which are the target's [T]. kind: the prompt's category,
+    source or language.
     """
 
     token_ids: list[int]
@@ -85,16 +78,14 @@ class AnswerTokens:
 def continued(
     target: ReplayTarget, folder: str | Path, text: Path, track: Track = quiet
 ) -> list[AnswerTokens]:
-    """For a target without a chat template: its greedy continuation of a file's conversations as
-    plain text, past what would end it.
-
-    Raises MissingInputError, EmptyInputError, CorruptError.
+    """For a target without a chat template: its greedy continuations of a file's conversations as
+    plain text, end tokens ignored. Raises MissingInputError, EmptyInputError, CorruptError.
     """
     tokenizer = TargetTokenizer(str(folder)).backend
     texts = ("\n".join(turn["content"] for turn in turns) for turns, _ in conversations(text))
     prompts = [tokenizer.encode(one).ids for one in islice(texts, NUM_CONVERSATIONS)]
     short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
-    return usable(decoded(target, folder, short, True, track), text, "give other text")
+    return usable(decoded(target, short, True, track), text, "give other text")
 
 
 def answered(
@@ -105,17 +96,14 @@ def answered(
     track: Track = quiet,
     most_tokens: int = MOST_TOKENS,
 ) -> list[AnswerTokens]:
-    """The first usable conversations of a file. A last turn of the assistant is the answer; others
-    are answered greedily.
+    """The first usable conversations of a file: with the assistant's last turn, or answered here.
 
-    text: JSON lines with `messages` or `conversations`, may be gzipped; any other file is one
-    prompt a line. Raises MissingInputError, EmptyInputError, CorruptError, and TemplateError where
-    the target has no template to answer by.
+    text: JSON lines with `messages` or `conversations`, or one prompt a line; may be gzipped.
+    Raises MissingInputError, EmptyInputError, CorruptError, and TemplateError without a template.
     """
     chat = Chat(folder)
     kept: list[AnswerTokens] = []
-    prompts: list[list[int]] = []
-    kinds: list[str] = []
+    prompts: list[tuple[list[int], str]] = []
     refused: Counter[str] = Counter()
     for messages, kind in islice(conversations(text), 4 * num_conversations):
         if len(kept) + len(prompts) == num_conversations:
@@ -127,35 +115,29 @@ def answered(
                 token_ids = (prompt_ids + answer_ids)[:most_tokens]
                 kept.append(AnswerTokens(token_ids, mask[:most_tokens], kind))
             elif len(prompt_ids := chat.prompt_ids(messages)) <= PROMPT_TOKENS:
-                prompts.append(prompt_ids)
-                kinds.append(kind)
+                prompts.append((prompt_ids, kind))
         except TemplateError as error:
             refused[error.what] += 1
     if refused:
         data = {"text": str(text), "reasons": dict(refused)}
         log.warning("conversations are left out", extra={"data": data})
-    made = decoded(target, folder, prompts, track=track) if prompts else []
-    found = kept + [replace(one, kind=kind) for one, kind in zip(made, kinds, strict=True)]
-    return usable(found, text, "give prompts that fit its chat template")
+    made = decoded(target, [ids for ids, _ in prompts], track=track) if prompts else []
+    kept += [replace(one, kind=kind) for one, (_, kind) in zip(made, prompts, strict=True)]
+    return usable(kept, text, "give prompts that fit its chat template")
 
 
 def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerTokens]:
-    """Those with a place from which a draft could be accepted. Raises EmptyInputError for none."""
+    """Those from which a draft could be accepted. Raises EmptyInputError for none."""
     kept = [one for one in found if any(map(all, pairwise(one.mask[1:])))]
     if not kept:
-        what = f"{text} holds no conversation that the target can answer"
-        raise EmptyInputError(what, hint)
+        raise EmptyInputError(f"{text} holds no conversation that the target can answer", hint)
     return kept
 
 
 def decoded(
-    target: ReplayTarget,
-    folder: str | Path,
-    prompts: list[list[int]],
-    ignore_eos: bool = False,
-    track: Track = quiet,
+    target: ReplayTarget, prompts: list[list[int]], ignore_eos: bool = False, track: Track = quiet
 ) -> list[AnswerTokens]:
-    """What the target answers to prompts, greedily, in the order of the prompts."""
+    """The target's greedy answers, in the order of the prompts."""
     answers: dict[int, list[int]] = {}
     if isinstance(target, HookedDecoder):
         for number, ids in enumerate(prompts):
@@ -175,10 +157,7 @@ def decoded(
 
 
 def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
-    """Messages of each row of a file, and its kind; a row that is no conversation is passed over.
-
-    Raises MissingInputError, and CorruptError for what is no text.
-    """
+    """Messages and kind of each conversation. Raises MissingInputError, CorruptError."""
     if not text.is_file():
         raise MissingInputError(
             f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
@@ -213,9 +192,7 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBatch:
-    """Answers of about one length, and the target's hidden states after these layers over them, all
-    in one forward.
-    """
+    """Answers of similar length, and the target's hidden states after `layers`, in float32."""
 
     answers: Sequence[AnswerTokens]
     layers: Sequence[int]
@@ -225,7 +202,6 @@ class AnswerBatch:
     def of(
         cls, target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
     ) -> AnswerBatch:
-        """Run the target; float32."""
         decoder = target if isinstance(target, HookedDecoder) else OwnDecoder(target)
         rows = [torch.tensor(one.token_ids) for one in answers]
         found = decoder.states([one.token_ids for one in answers], layers)
@@ -237,7 +213,7 @@ class AnswerBatch:
         return cls(answers, layers, Batch.of(samples))
 
     def features(self, taps: Taps) -> Batch:
-        """As a head with these taps gets them."""
+        """The inputs of a head with these taps."""
         streams = self.batch.aux_hidden_BTA.chunk(len(self.layers), dim=-1)
         own = [streams[self.layers.index(tap)] for tap in taps]
         return replace(self.batch, aux_hidden_BTA=torch.cat(own, dim=-1))
@@ -251,11 +227,10 @@ def replay(
     track: Track = quiet,
     why: bool = False,
 ) -> list[ReadingScore]:
-    """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
-    and its misreadings.
+    """Every reading's acceptance: the best meaning, the other meanings, the best one's misreadings.
 
     meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
-    vocabulary: the target's. why: as in `misreadings`.
+    why: as in `misreadings`.
     """
     others_of = [list(misreadings(one.config, one.tensors, vocabulary, why)) for one in meanings]
     ways = [*meanings, *chain.from_iterable(others_of)]
@@ -276,7 +251,7 @@ def replay(
 def batched(
     target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
 ) -> list[AnswerBatch]:
-    """Answers of about one length together, ANSWERS_AT_ONCE at a time."""
+    """Answers of similar length together."""
     by_length = sorted(answers, key=lambda one: len(one.token_ids))
     parts = range(0, len(by_length), ANSWERS_AT_ONCE)
     return [AnswerBatch.of(target, by_length[at : at + ANSWERS_AT_ONCE], layers) for at in parts]
@@ -285,9 +260,9 @@ def batched(
 def acceptance(
     reading: HeadReading, batches: Sequence[AnswerBatch], vocabulary: TargetVocabulary
 ) -> ReadingScore:
-    """What a reading accepts on the answers."""
+    """A reading's score on the answers."""
     head = head_of(reading.config, reading.tensors)
-    score, known = ReadingScore(reading.name, [], reading.says), list[Tensor]()
+    score, known = ReadingScore(reading.name, [], reading.hint), list[Tensor]()
     for batch in batches:
         spans_of_row = defaultdict[int, list[list[int]]](list)
         features = batch.features(reading.config.taps)
@@ -306,11 +281,10 @@ def replay_head(
     track: Track = quiet,
     why: bool = False,
 ) -> tuple[list[ReadingScore], str]:
-    """Every reading of a head on answered text, the declared one first; or none, and why not.
+    """Scores of a head's readings, the declared one first; or none, and the reason.
 
-    text: as in `answered`; None is the packaged prompts. Where the target has no chat
-    template, only text that is given is replayed (`continued`). why: as in `replay`, on more and
-    longer text. Raises what loading the target raises, and MissingInputError.
+    text: as in `answered`; None is the packaged prompts, which need a chat template. why: as in
+    `replay`, on more and longer text. Raises what loading the target raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -327,8 +301,8 @@ def replay_head(
         if torch.cuda.is_available():
             memory = torch.cuda.get_device_properties(0).total_memory
         if size >= memory:
-            needs = f"the target's {size_text(size)} are more than"
-            return [], f"{needs} the {size_text(memory)} of memory"
+            sizes = f"{size_text(size)} are more than the {size_text(memory)}"
+            return [], f"the target's {sizes} of memory"
         try:
             loaded = HookedDecoder.load(folder, stored_dtype(vocabulary.config))
         except MismatchError as fault:
@@ -336,9 +310,8 @@ def replay_head(
     for way in ways:
         way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
     try:
-        count, longest = (
-            (WHY_CONVERSATIONS, 2 * LONGEST) if why else (NUM_CONVERSATIONS, MOST_TOKENS)
-        )
+        limits = (WHY_CONVERSATIONS, 2 * LONGEST) if why else (NUM_CONVERSATIONS, MOST_TOKENS)
+        count, longest = limits
         answers = answered(loaded, folder, text or demo_prompts(), count, track, longest)
     except (EmptyInputError, MismatchError) as fault:
         return [], fault.what
@@ -355,9 +328,8 @@ def replay_head(
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
-    """The head in a folder as its config declares it, or in each meaning that fits this target.
-
-    Raises what `read_head` raises, and MismatchError where no meaning fits.
+    """A head as its config declares it, or in each meaning that fits this target. Raises what
+    `read_head` raises, and MismatchError if no meaning fits.
     """
     checkpoint = open_checkpoint(folder)
     ways: list[HeadReading] = []

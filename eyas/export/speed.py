@@ -1,14 +1,12 @@
-"""How fast a head will be in a serving engine, foretold from what the engine's rounds cost and the
-tau that `eyas eval` measured.
+"""The speed of a head in a serving engine, foretold from the cost of its rounds and measured tau.
 
     TPOT      = round_ms(load, drafts) / tau(drafts)         plain decoding has tau 1
     tokens/s  = 1000 load / (TPOT + wait_ms(load, drafts))   wait: prefill and queue, per token
 
-Costs are of one engine, card and shape of target, measured with simulated acceptance (SGLang's
-SGLANG_SIMULATE_ACC_LEN, vLLM's `"rejection_sample_method": "synthetic"`): no head's own is in them.
-Simulate about the tau that heads have: the larger tau is, the more do prefills of other requests
-lengthen a round. A load is a number of requests at a time; costs between measured loads are
-interpolated over its square root, beyond them nothing is foretold.
+Costs hold for one engine, card and target, measured with simulated acceptance near a head's tau
+(SGLANG_SIMULATE_ACC_LEN; vLLM's `"rejection_sample_method": "synthetic"`): the larger tau, the more
+do prefills lengthen rounds. Load: concurrent requests; costs are interpolated over its square root,
+and nothing is foretold beyond the measured loads.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ ADAPTIVE = "sglang/adaptive.json"
 
 
 class DraftSize(Settings):
-    """A tree, or a chain where topk is 1; `verify` counts the root."""
+    """A tree, or a chain if topk is 1; `verify` counts the root."""
 
     steps: int = Field(ge=1)
     topk: int = Field(ge=1)
@@ -44,8 +42,8 @@ class DraftSize(Settings):
 
 
 class CostRow(BaseModel):
-    """The cost of a round at a load. arm: None for plain decoding, whose round is a step. tau: the
-    simulated one. ttft_ms: a median.
+    """The cost of a round at a load. arm: None is plain decoding, whose round is a step. tau: as
+    simulated. ttft_ms: a median.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -59,12 +57,12 @@ class CostRow(BaseModel):
 
     @property
     def wait_ms(self) -> float:
-        """What a token of a request takes beside TPOT."""
+        """Time of a request's token beside TPOT."""
         return max(0.0, 1000 * self.load / self.output_tokens_per_s - self.round_ms / self.tau)
 
 
 class EngineCosts(Settings):
-    """What an engine's rounds cost. Rows of the same load and arm are repetitions."""
+    """Costs of an engine's rounds. Rows of one load and arm are repetitions."""
 
     engine: str
     version: str
@@ -74,11 +72,11 @@ class EngineCosts(Settings):
     rows: tuple[CostRow, ...]
 
     def loads(self, arm: DraftSize | None) -> list[int]:
-        """The loads at which an arm was measured, in order."""
+        """The measured loads of an arm, ascending."""
         return sorted({row.load for row in self.rows if row.arm == arm})
 
     def costs(self, arm: DraftSize | None, load: int) -> tuple[float, float] | None:
-        """round_ms and wait_ms; None beyond the loads that were measured."""
+        """round_ms and wait_ms; None beyond the measured loads."""
         loads = self.loads(arm)
         if not loads or not loads[0] <= load <= loads[-1]:
             return None
@@ -95,8 +93,8 @@ class EngineCosts(Settings):
 
 
 def cost_table(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The table as JSON, of rows {engine, version, card, target, dtype, arm: {steps, topk, verify}
-    or None, load, tpot_ms, ttft_ms, output_tokens_per_s, tau}; other fields are left out.
+    """The table as JSON from rows {engine, version, card, target, dtype, arm: {steps, topk, verify}
+    or None, load, tpot_ms, ttft_ms, output_tokens_per_s, tau}; other fields are ignored.
 
     Raises MismatchError for rows of several engines, cards or targets, CorruptError.
     """
@@ -121,7 +119,7 @@ def cost_table(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_costs(url: str) -> EngineCosts:
-    """The table in a file. Raises CorruptError, FileNotFoundError."""
+    """Read a table. Raises CorruptError, FileNotFoundError."""
     with fsspec.open(url, "rb") as stream:
         return _checked(stream.read(), url)
 
@@ -142,7 +140,7 @@ def _checked(text: str | bytes, where: str) -> EngineCosts:
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """Speed at one load. times_plain: plain TPOT over this one."""
+    """Speed at one load. times_plain: plain TPOT over this TPOT."""
 
     load: int
     arm: DraftSize | None
@@ -153,8 +151,8 @@ class Foretold:
 
 
 def foretell(table: EngineCosts, figures: Sequence[CardTau], load: int) -> list[Foretold]:
-    """Speed at a load: plain decoding, and drafts of each measured size that the evaluation knows
-    (a chain by a longer one's acceptance); none where plain decoding was not measured.
+    """Speed at a load: of plain decoding, and of each measured size of drafts with a known tau (a
+    chain's from a longer one); none if plain decoding was not measured.
     """
     plain, found = table.costs(None, load), []
     for arm in dict.fromkeys([None, *(row.arm for row in table.rows)]):
@@ -169,9 +167,7 @@ def foretell(table: EngineCosts, figures: Sequence[CardTau], load: int) -> list[
 
 
 def steps_by_load(table: EngineCosts, figures: Sequence[CardTau]) -> list[tuple[int, int, int]]:
-    """The fastest chain by ranges of load: first, last, draft steps; 0 where plain decoding is
-    faster. The first range begins at 1.
-    """
+    """The fastest chain by range of load: first (from 1), last, draft steps (0: plain decoding)."""
     loads, ranges = table.loads(None), list[tuple[int, int, int]]()
     for load in range(loads[0], loads[-1] + 1):
         chains = [
@@ -187,10 +183,10 @@ def steps_by_load(table: EngineCosts, figures: Sequence[CardTau]) -> list[tuple[
 
 
 def speed_of(table: EngineCosts, figures: Sequence[CardTau]) -> dict[str, Any]:
-    """What an export says of speed, as JSON: at the measured loads and powers of two between them.
+    """speed.json: the measured loads, and powers of two between them. settings: steps_by_load in
+    the engine's form; empty if it has none or plain decoding is always faster.
 
-    settings: steps_by_load as the engine takes it, empty where it takes none or plain decoding is
-    always faster. Raises MismatchError for an evaluation without drafts of a size in the table.
+    Raises MismatchError for an evaluation without drafts of a size in the table.
     """
     loads = table.loads(None)
     powers = {2**power for power in range(loads[0].bit_length(), loads[-1].bit_length())}
@@ -212,9 +208,9 @@ def speed_of(table: EngineCosts, figures: Sequence[CardTau]) -> dict[str, Any]:
 
 
 def settings_of(engine: str, ranges: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """steps_by_load in the form of an engine: fields of vLLM 0.32's --speculative-config (its
-    v1/spec_decode/dynamic/utils.py), or the file of SGLang 0.5.23's --speculative-adaptive-config,
-    by the least number of requests (its speculative/adaptive_spec_params.py).
+    """steps_by_load as fields of vLLM 0.32's --speculative-config (v1/spec_decode/dynamic/utils.py)
+    or the file of SGLang 0.5.23's --speculative-adaptive-config, by the least number of requests
+    (speculative/adaptive_spec_params.py).
     """
     steps = max(steps for *_, steps in ranges)
     if engine == "vllm" and steps:

@@ -1,11 +1,7 @@
-"""The verdict on a head: what the lint found, settled by what its readings accepted when they were
-replayed, how much more counts, and why it accepts little.
+"""The verdict on a head: the lint's findings, settled by the readings' acceptance in the replay.
 
-One fault at a time. Intervals of `why_findings` are over answers, which both readings share, and
-hold for all readings together, so that a sound head raises a false alarm in one of 20 checks at
-most.
-
-Letters: N answers, R readings, C of them other than the declared one.
+Intervals of `why_findings` are over answers, paired, and hold for all readings together: a sound
+head raises a false alarm in one of 20 checks at most. Letters: N answers, R readings, C = R - 1.
 """
 
 from __future__ import annotations
@@ -23,47 +19,46 @@ from eyas.export.check import CheckFinding, in_order, warning
 from eyas.tau import LEAST_ROWS, Interval, RoundCounts, expanded, tau_interval
 
 NUM_DRAFT_STEPS = 4
-MEANINGS = "; "  # between the names of meanings that are taken together
-# Of `why_findings`:
+MEANINGS = "; "  # separates names of combined meanings
+# of `why_findings`:
 CONFIDENCE = 0.95
-LEAST_JUMP = 1.02  # of tau, that the interval must lie beyond
-EDGES = (0, 16, 64, 256, 1024, 2**31)  # tokens of the answer at which groups of places begin
+LEAST_JUMP = 1.02  # of tau, below the whole interval
+EDGES = (0, 16, 64, 256, 1024, 2**31)  # first tokens of the groups of places in an answer
 LEAST_PLACES = 100
 LEAST_COVERED = 0.9  # of tokens, by the draft vocabulary
 
 
 class Gain(NamedTuple):
-    """What one reading accepts more: drafts a place, share of the other's, standard errors."""
+    """How much more a reading accepts: drafts a place, share of the other's, standard errors."""
 
     drafts: float
     share: float
     standard_errors: float
 
     def reaches(self, bar: Gain) -> bool:
-        """Whether it is as much in all three."""
+        """Whether all three are at least the bar's."""
         return all(own >= least for own, least in zip(self, bar, strict=True))
 
 
-# From these on, another reading that accepts more counts. Sound heads: the best of all others
-# accepts 4 to 10 % less.
+# Least gains of another reading that count. For sound heads the best other accepts 4 to 10 % less.
 WARNING = Gain(0.03, 0.02, 1.5)
 ERROR = Gain(0.06, 0.05, 3.0)
-# of the declared reading: below it a head is not worth its time, and the engine warns as well
+# below it a head is not worth its time; the engine warns, too
 LEAST_TAU = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingScore:
-    """What a reading's chains of NUM_DRAFT_STEPS accepted: of each answer the matches of its spans,
-    as `tau.RoundCounts.add_answer` takes them.
+    """What a reading's chains of NUM_DRAFT_STEPS accepted. answers: of each the matches of its
+    spans, for `tau.RoundCounts.add_answer`.
 
-    says: as in `readings.HeadReading`. kinds: of each answer's prompt. covered: share of
-    the answers' tokens in the draft vocabulary.
+    hint: as in `readings.HeadReading`. kinds: of the answers' prompts. covered: share of the
+    answers' tokens in the draft vocabulary.
     """
 
     reading: str
     answers: list[list[list[int]]]
-    says: str = ""
+    hint: str = ""
     kinds: list[str] = field(default_factory=list)
     covered: float = 1.0
 
@@ -78,7 +73,6 @@ class ReadingScore:
 
     @property
     def tau(self) -> float:
-        """Over all rounds."""
         total = RoundCounts(NUM_DRAFT_STEPS)
         for counts in self.counts:
             total.add(counts)
@@ -86,7 +80,7 @@ class ReadingScore:
 
     @property
     def accepted(self) -> list[int]:
-        """Drafts accepted from every place of each answer, rounds or not."""
+        """Drafts accepted from all places of each answer, not only those of rounds."""
         return [sum(map(sum, spans)) for spans in self.answers]
 
     @property
@@ -99,10 +93,10 @@ class ReadingScore:
         return sum(self.accepted) / sum(self.places)
 
     def gain(self, other: ReadingScore) -> Gain:
-        """What this reading accepts more than another on the same answers.
+        """How much more it accepts than another reading of the same answers.
 
-        Answers are the sample, places of one answer are not independent: the ratio estimator's
-        error (Cochran 1977, 6.4).
+        The error is the ratio estimator's over answers, since places of one answer are not
+        independent (Cochran 1977, 6.4).
         """
         total = sum(self.places)
         differences = [one - two for one, two in zip(self.accepted, other.accepted, strict=True)]
@@ -117,8 +111,8 @@ def verdict(
     replayed: Sequence[ReadingScore],
     why: Sequence[CheckFinding] | None = None,
 ) -> list[CheckFinding]:
-    """The findings of the lint, settled by the replay, and those of the replay; errors first. why:
-    those of `why_findings`.
+    """The lint's findings, settled by the replay, and the replay's (why: of `why_findings`); errors
+    first.
     """
     of_replay = list(reading_findings(replayed)) if why is None else why
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
@@ -126,9 +120,7 @@ def verdict(
 
 
 def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFinding:
-    """An ambiguity, with the tau of its best two meanings in the hint, and what to write if the
-    replay can tell.
-    """
+    """An ambiguity, its hint with tau of the best two meanings and what to write if they differ."""
     best: dict[str, ReadingScore] = {}
     for one in replayed:
         for name in set(one.reading.split(MEANINGS)) & finding.meanings.keys():
@@ -146,7 +138,7 @@ def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFin
 
 
 def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
-    """Whether the reading that the checkpoint declares is the best, and worth anything."""
+    """Whether another reading is better than the declared one, or none is useful."""
     if not replayed:
         return
     declared, *others = replayed
@@ -169,11 +161,8 @@ def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]
         )
 
 
-# Why
-
-
 class Jump(NamedTuple):
-    """What another reading does to tau: the ratio, with its interval."""
+    """tau of another reading over the declared one's, with its interval."""
 
     score: ReadingScore
     ratio: float
@@ -181,10 +170,8 @@ class Jump(NamedTuple):
 
 
 def jumps(scores: Sequence[ReadingScore]) -> list[Jump]:
-    """What every reading but the first does to its tau.
-
-    By the delta method on the ratio of sums over answers, Student's t, and Bonferroni's bound, with
-    which the intervals hold together.
+    """The change of tau from the first reading to every other one: the delta method on ratios of
+    sums over answers, Student's t, and Bonferroni's bound for all readings together.
     """
     if len(scores) < 2:
         return []
@@ -205,7 +192,7 @@ def jumps(scores: Sequence[ReadingScore]) -> list[Jump]:
 
 
 def named(scores: Sequence[ReadingScore]) -> list[Jump]:
-    """The reading that helps most and those that cannot be told from it."""
+    """The reading that raises tau most, and those that do not differ from it significantly."""
     if len(scores[0].answers) < LEAST_ROWS:
         return []
     found = sorted(jumps(scores), key=lambda one: -one.ratio)
@@ -219,7 +206,7 @@ def named(scores: Sequence[ReadingScore]) -> list[Jump]:
 
 
 def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
-    """What explains a low tau, or that the head is sound, and what it lacks."""
+    """The reading that explains a low tau, or that the head is sound and what it lacks."""
     if not scores:
         return
     declared, found = scores[0], named(scores)
@@ -235,7 +222,7 @@ def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
             f"why: read as {names}: tau {declared.tau:.2f} -> {best.score.tau:.2f}, "
             f"{best.ratio:.2f} times ({low:.2f} to {high:.2f}, {CONFIDENCE:.0%} for the "
             f"{len(scores) - 1} readings together)",
-            "; ".join(dict.fromkeys(one.score.says for one in found)),
+            "; ".join(dict.fromkeys(one.score.hint for one in found)),
         )
         return
     what = f"no other reading makes tau ({declared.tau:.2f}) jump"
@@ -250,7 +237,7 @@ def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
 
 
 def lacks(declared: ReadingScore) -> Iterator[tuple[str, str]]:
-    """What a sound head may lack, and what to do: vocabulary, text of these kinds."""
+    """What a sound head may lack (vocabulary, kinds of text, long answers), and what to do."""
     if declared.covered < LEAST_COVERED:
         what = f"the draft vocabulary covers {declared.covered:.0%} of the answers' tokens"
         yield what, "train with a larger draft_vocab_size, counted on answers like these"
@@ -263,7 +250,7 @@ def lacks(declared: ReadingScore) -> Iterator[tuple[str, str]]:
             by_kind.append(f"{words} {kind}")
     if len(by_kind) > 1:
         yield f"tau by kind: {'; '.join(sorted(by_kind))}", "train on more of the lowest kinds"
-    # the first draft alone: it is judged at every place, however near the end
+    # the first draft only: it is judged at every place, even near the end
     places = [(n, m > 0) for spans in declared.answers for one in spans for n, m in enumerate(one)]
     by_place = []
     for first, end in pairwise(EDGES):

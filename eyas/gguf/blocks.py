@@ -1,10 +1,7 @@
-"""The matrices of a GGUF file as they lie in it: blocks of codes with their scales.
+"""The matrices of a GGUF file as stored: blocks of codes with their scales.
 
-KINDS are the formats of ggml (ggml-common.h of llama.cpp) that the native decoder multiplies as
-they are. Another one is an entry here and one in model/cpp/formats.h; tests/quantised_twin.py says
-what its numbers are.
-
-Letters: N rows, K columns.
+KINDS: the formats of ggml (llama.cpp's ggml-common.h) that the native decoder multiplies without
+dequantising. A new one is an entry here and one in model/cpp/formats.h. Letters: N rows, K columns.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from numpy.typing import NDArray
 from eyas.errors import CorruptError, MismatchError
 from eyas.gguf.file import DAMAGED, Kind, dequantised_rows, release
 
-# The formats with products of their own, and where in a block their scales of half precision lie.
+# By format: the offsets of the float16 scales in a block.
 HALVES = {
     **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,)},
     **{Kind.MXFP4: (), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,), Kind.Q2_K: (80, 82)},
     **{Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)},
 }
 KINDS = tuple(HALVES)
-# Numbers without scales, and the bits that are all 1 of one that is NaN or infinite.
+# Formats without scales, and the exponent's bits: all 1 in NaN and infinity.
 EXPONENTS: dict[Kind, np.uint16 | np.uint32] = {
     Kind.F32: np.uint32(0x7F800000),
     Kind.F16: np.uint16(0x7C00),
@@ -35,7 +32,7 @@ EXPONENTS: dict[Kind, np.uint16 | np.uint32] = {
 }
 PLAIN = tuple(EXPONENTS)
 BLOCK = 32
-# The largest scale of MXFP4 that all of its numbers stay finite with; 255 is NaN.
+# MXFP4: a larger scale overflows, and 255 is NaN.
 LARGEST_POWER = 252
 
 
@@ -43,8 +40,7 @@ LARGEST_POWER = 252
 class BlockMatrix:
     """A matrix [N, K] in a format of ggml.
 
-    stored: uint8 [rows, bytes of a row], mapped from a file or copied. order: which of them are its
-    rows; None is all of them in order.
+    stored: uint8 [rows, bytes of a row]. order: numbers of the stored rows; None is all in order.
     """
 
     kind: gguf.GGMLQuantizationType
@@ -64,12 +60,12 @@ class BlockMatrix:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Its rows, uint8 [N, bytes of a row], contiguous: copied where they have another order."""
+        """The rows, uint8 [N, bytes of a row], contiguous."""
         rows = self.stored if self.order is None else self.stored[self.order]
         return np.ascontiguousarray(rows)
 
     def __getitem__(self, rows: Any) -> BlockMatrix:
-        """Some of its rows, a slice or their numbers in an order: blocks stay whole."""
+        """Rows, by a slice or by their numbers."""
         chosen = rows if isinstance(rows, slice) else np.asarray(rows)
         if self.order is not None:
             return BlockMatrix(self.kind, self.stored, self.order[chosen])
@@ -78,15 +74,15 @@ class BlockMatrix:
         return BlockMatrix(self.kind, self.stored, chosen)
 
     def dequantised(self) -> NDArray[np.float32]:
-        """Its values, float32 [N, K]."""
+        """The values, float32 [N, K]."""
         return dequantised_rows(self.data, self.kind)
 
     def release(self) -> None:
-        """Give back the memory of a mapped file: what is read again comes from the file."""
+        """Give back the memory of a mapped file; later reads come from the file."""
         release(self.stored)
 
     def refuse_nonfinite(self, name: str) -> None:
-        """Raise CorruptError for a scale, or of PLAIN a number, that is NaN or infinite."""
+        """Raise CorruptError for a scale (of PLAIN formats: a number) that is NaN or infinite."""
         units = self.data.reshape(-1, gguf.GGML_QUANT_SIZES[self.kind][1])
         bad = units[:, 0] > LARGEST_POWER if self.kind == Kind.MXFP4 else np.zeros(1, bool)
         for at in HALVES.get(self.kind, ()):
@@ -100,15 +96,15 @@ class BlockMatrix:
 
 
 def are_multiplied(kinds: Collection[str]) -> bool:
-    """Whether matrices of types of these names are multiplied as they lie in a file: all can be,
-    and bfloat16 or float32 alone are not all of them.
+    """Whether matrices of types of these names are multiplied as stored: all of them are known, and
+    some are neither float32 nor bfloat16.
     """
-    plain = {Kind.F32.name, Kind.BF16.name}
-    return not plain >= set(kinds) and {kind.name for kind in (*KINDS, *PLAIN)} >= set(kinds)
+    plain, known = {"F32", "BF16"}, {kind.name for kind in (*KINDS, *PLAIN)}
+    return not plain >= set(kinds) and known >= set(kinds)
 
 
 def refuse_other_kinds(matrices: Mapping[str, BlockMatrix]) -> None:
-    """Raise MismatchError unless the matrices of a file are multiplied as they lie in it."""
+    """Raise MismatchError unless the matrices of a file are multiplied as stored."""
     kinds = {matrix.kind.name for matrix in matrices.values()}
     if not are_multiplied(kinds):
         known = ", ".join(kind.name for kind in (*KINDS, Kind.F16))
@@ -121,5 +117,5 @@ def refuse_other_kinds(matrices: Mapping[str, BlockMatrix]) -> None:
 
 
 def quantised(weight: NDArray[np.float32], kind: Kind) -> BlockMatrix:
-    """A matrix [N, K] in a type whose blocks are of 32 numbers, K a multiple of them."""
+    """A matrix [N, K] in a type with blocks of 32 numbers, which K is a multiple of."""
     return BlockMatrix(kind, gguf.quantize(weight, kind))

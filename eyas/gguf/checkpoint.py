@@ -1,16 +1,15 @@
-"""The weights of a GGUF file as those of a published checkpoint: its tensors, and the bytes of the
-safetensors files that it would be, of which none is written unless another engine wants them.
+"""A GGUF file's weights as a published checkpoint: tensors, and the bytes of safetensors files,
+which are written only for engines that read no GGUF.
 
-Values are dequantised by the `gguf` package, into float32 where all matrices are stored so, else
-rounded to bfloat16.
+Values are dequantised by the `gguf` package: float32 if all matrices are, else rounded to bfloat16.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +27,24 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30
 WRITTEN_AT_ONCE = 64 << 20
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def lies_in_file(folder: Path) -> bool:
-    """Whether the weights of a target's folder are read from a GGUF file, none being here."""
+    """Whether a target's weights are in a GGUF file alone, and not in its folder."""
     return is_of_file(folder) and not (folder / INDEX).exists()
 
 
 def file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of every tensor of the checkpoint that a folder's file is. Raises MissingInputError,
-    CorruptError.
-    """
+    """Shapes of the checkpoint's tensors by name. Raises MissingInputError, CorruptError."""
     return {tensor.name: tensor.shape for tensor in weights(linked_file(folder))}
 
 
 def dequantised_tensors(
     folder: Path, wanted: Collection[str] | None = None
 ) -> tuple[str, dict[str, NDArray[np.float32]]]:
-    """The dtype of the checkpoint that a folder's file is, and its tensors, or those `wanted` that
-    are there, each still to be rounded to it. Raises MissingInputError, CorruptError.
+    """The checkpoint's dtype, and its tensors (those `wanted`) before they are rounded to it.
+    Raises MissingInputError, CorruptError.
     """
     file = linked_file(folder)
     tensors = (one for one in weights(file) if wanted is None or one.name in wanted)
@@ -56,8 +54,8 @@ def dequantised_tensors(
 def matrices_apart(
     folder: Path,
 ) -> tuple[str, dict[str, NDArray[np.float32]], dict[str, BlockMatrix]]:
-    """As `dequantised_tensors` gives them, but matrices apart and as they lie in the file: those of
-    experts one by one. Raises MismatchError (made from no file), MissingInputError, CorruptError.
+    """As `dequantised_tensors`, then the matrices as stored, each expert's by itself. Raises
+    MismatchError (not made from a file), MissingInputError, CorruptError.
     """
     file = linked_file(folder)
     matrices = {
@@ -69,44 +67,35 @@ def matrices_apart(
     return stored_dtype(file), {one.name: one.values() for one in others}, matrices
 
 
-# The files
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
-    """A safetensors file of PublishedTensors, as its own package writes it."""
+    """A safetensors file, byte for byte as the safetensors package writes it."""
 
-    name: str
-    tensors: tuple[PublishedTensor, ...]
-    dtype: str
-    header: bytes = field(init=False)
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, tensors: Sequence[PublishedTensor], dtype: str) -> None:
+        self.name, self.tensors, self.dtype = name, tensors, dtype
         described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        for tensor in self.tensors:
-            end = at + num_bytes(tensor, self.dtype)
-            kind, shape = SAFETENSORS_TYPES[self.dtype], list(tensor.shape)
+        for tensor in tensors:
+            end = at + _num_bytes(tensor, dtype)
+            kind, shape = SAFETENSORS_TYPES[dtype], list(tensor.shape)
             described[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        object.__setattr__(self, "header", len(text).to_bytes(8, "little") + text)
-        object.__setattr__(self, "size", len(self.header) + at)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.size = len(self.header) + at
 
     def read(self, begin: int, end: int) -> bytes:
-        """Its bytes [begin, end); fewer at the end of the file."""
+        """The bytes [begin, end); fewer at the end of the file."""
         parts, at = [self.header[begin:end]], len(self.header)
         for tensor in self.tensors:
-            past = at + num_bytes(tensor, self.dtype)
+            past = at + _num_bytes(tensor, self.dtype)
             if begin < past and at < end:
                 parts.append(self._read(tensor, max(begin, at) - at, min(end, past) - at))
             at = past
         return b"".join(parts)
 
     def _read(self, tensor: PublishedTensor, begin: int, end: int) -> bytes:
-        width = tensor.shape[-1] * item_bytes(self.dtype)
+        width = tensor.shape[-1] * ITEM_BYTES[self.dtype]
         first, last = begin // width, -(-end // width)
         values = tensor.rows(first, last)
         with np.errstate(invalid="ignore"):  # NaN stays NaN
@@ -114,37 +103,25 @@ class Shard:
         return stored.tobytes()[begin - first * width : end - first * width]
 
 
-def item_bytes(dtype: str) -> int:
-    """Of one number."""
-    return 4 if dtype == "float32" else 2
-
-
-def num_bytes(tensor: PublishedTensor, dtype: str) -> int:
-    """Of a tensor in a shard."""
-    return int(np.prod(tensor.shape, dtype=object)) * item_bytes(dtype)
+def _num_bytes(tensor: PublishedTensor, dtype: str) -> int:
+    return int(np.prod(tensor.shape, dtype=object)) * ITEM_BYTES[dtype]
 
 
 def published_files(folder: Path) -> tuple[list[Shard], bytes]:
-    """The shards that a folder's file would be, and the text of their index. Raises
-    MissingInputError, CorruptError.
-    """
+    """The checkpoint's shards and their index. Raises MissingInputError, CorruptError."""
     file = linked_file(folder)
     dtype = stored_dtype(file)
     groups: list[list[PublishedTensor]] = [[]]
     size, total = 0, 0
     for tensor in weights(file):
-        own = num_bytes(tensor, dtype)
+        own = _num_bytes(tensor, dtype)
         if groups[-1] and size + own > SHARD_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
         size, total = size + own, total + own
     shards = [
-        Shard(
-            f"model-{number:05d}.safetensors",
-            tuple(sorted(group, key=lambda tensor: tensor.name)),
-            dtype,
-        )
+        Shard(f"model-{number:05d}.safetensors", sorted(group, key=attrgetter("name")), dtype)
         for number, group in enumerate(groups, 1)
     ]
     place = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
@@ -153,10 +130,8 @@ def published_files(folder: Path) -> tuple[list[Shard], bytes]:
 
 
 def whole_folder(folder: str | Path) -> Path:
-    """A target's folder with its weights in it, for what reads no GGUF file: transformers, and
-    other engines. They are written once, beside the rest, the index last.
-
-    Raises MissingInputError, CorruptError, StorageFullError.
+    """A target's folder with safetensors files, for transformers and other engines: written once,
+    the index last. Raises MissingInputError, CorruptError, StorageFullError.
     """
     root = Path(folder)
     if lies_in_file(root):

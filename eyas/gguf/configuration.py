@@ -1,23 +1,20 @@
 """config.json from a GGUF file's metadata, for the architectures of eyas/families.py.
 
-Where a file says nothing, llama.cpp has a constant of the architecture (src/models/*.cpp), and so
-has this file or the family (gguf_constants).
+Keys that a file lacks are constants of the architecture, as in llama.cpp's src/models/*.cpp.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eyas.errors import CorruptError, MismatchError
 from eyas.families import ALL_SLIDING, FAMILIES, Family
-from eyas.gguf.file import GgufFile, dequantised
+from eyas.gguf.file import GgufFile, dequantised_rows
 
-SOURCE = "gguf"  # in config.json: name of the file, and in what types its matrices are stored
+SOURCE = "gguf"  # key in config.json: the file's name and the types of its matrices
 READ = ", ".join(sorted({family.gguf for family in FAMILIES.values() if family.gguf}))
 OTHER_ARCHITECTURE = (
     f"eyas reads GGUF files of {READ}; of another model take its folder in Hugging Face's form, "
@@ -25,7 +22,7 @@ OTHER_ARCHITECTURE = (
 )
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, as one factor by frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-# config.json's names of what some architectures have, by ggml's.
+# By ggml's names: config.json's, of what some architectures have.
 NUMBERS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -40,9 +37,9 @@ COUNTS = {
     "shortconv.l_cache": "conv_L_cache",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
 }
-UNNORMED_EXPERTS = 128  # Llama 4 Maverick's, which alone norms no heads
+UNNORMED_EXPERTS = 128  # of Llama 4 Maverick, which alone does not norm heads
 
-NO_MODELS = {  # by `general.type`, or the architecture
+NO_MODELS = {  # by `general.type` or architecture
     "adapter": "a LoRA adapter: merge it into its model",
     "imatrix": "an importance matrix for quantising a model",
     "mmproj": "the projector of images beside a model",
@@ -51,23 +48,18 @@ NO_MODELS = {  # by `general.type`, or the architecture
 
 
 def unread(file: GgufFile, what: str) -> MismatchError:
-    """The error of a file with something that eyas does not read."""
+    """The error for a file that holds something eyas does not read."""
     return MismatchError(f"{file.path} {what}", OTHER_ARCHITECTURE)
 
 
-def refuse_no_decoder(file: GgufFile) -> None:
-    """Raise MismatchError for a file that holds no model, or one that writes no text."""
+def family_of(file: GgufFile) -> tuple[str, Family]:
+    """The model type of transformers and its family. Raises MismatchError."""
     kind, pooling = file.metadata.get("general.type"), file.of_model("pooling_type", 0)
     what = NO_MODELS.get(str(kind)) or NO_MODELS.get(file.architecture)
     if what is None and (pooling or not file.of_model("attention.causal", True)):
         what = "a model of embeddings: it answers no prompts"
     if what is not None:
         raise MismatchError(f"{file.path} holds {what}", "give the GGUF file of the model itself")
-
-
-def family_of(file: GgufFile) -> tuple[str, Family]:
-    """The model type of transformers and its family. Raises MismatchError."""
-    refuse_no_decoder(file)
     of_name = {
         model_type: family
         for model_type, family in FAMILIES.items()
@@ -132,7 +124,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
 
 
 def key_value_heads(file: GgufFile) -> int:
-    """The same number for every layer that has any. Raises CorruptError."""
+    """The number of heads, the same in every layer that has any. Raises CorruptError."""
     heads = file.of_model("attention.head_count_kv", 0)
     if isinstance(heads, list) and file.of_model("shortconv.l_cache", 0):
         if len({*heads, 0}) != 2 or not all(type(count) is int and count >= 0 for count in heads):
@@ -145,7 +137,7 @@ def key_value_heads(file: GgufFile) -> int:
 
 
 def layer_kinds(file: GgufFile, family: Family) -> dict[str, Any]:
-    """`sliding_window` and `layer_types` of config.json, where the family has such layers."""
+    """`sliding_window` and `layer_types`, for families with such layers."""
     key = "attention.sliding_window"
     count, window = file.count("block_count"), file.of_model(key, family.gguf_defaults.get(key, 0))
     heads = file.of_model("attention.head_count_kv", 0)
@@ -164,24 +156,18 @@ def layer_kinds(file: GgufFile, family: Family) -> dict[str, Any]:
 
 
 def stored_dtype(file: GgufFile) -> str:
-    """What its matrices become: float32 where all are stored so, else bfloat16."""
-    kinds = set(quantisation(file))
-    return "float32" if kinds == {"F32"} else "bfloat16"
+    """The checkpoint's dtype: float32 if all matrices are, else bfloat16."""
+    return "float32" if set(quantisation(file)) == {"F32"} else "bfloat16"
 
 
 def quantisation(file: GgufFile) -> dict[str, int]:
-    """How many matrices are stored in each of ggml's types."""
+    """The number of matrices by ggml's type."""
     kinds = [tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-# The rotary embedding
-
-
 def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
-    """What config.json says of the rotary embedding. Raises MismatchError for one that we do not
-    read.
-    """
+    """config.json's keys of the rotary embedding. Raises MismatchError for an unknown one."""
     base, scaling = file.number("rope.freq_base", 10000.0), rope_scaling(file, family, head_dim)
     dims = file.count("rope.dimension_count", head_dim)
     found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling}
@@ -206,8 +192,8 @@ def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
 
 
 def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json. Raises MismatchError for a scaling that we do not read."""
-    # as llama.cpp: a factor alone, the older key among them, is linear
+    """`rope_scaling` of config.json. Raises MismatchError for an unknown scaling."""
+    # as in llama.cpp, a factor without a type (the older key too) is linear
     old = file.number("rope.scale_linear", 0.0)
     factor = file.number("rope.scaling.factor", old) or 1.0
     kind = file.of_model("rope.scaling.type", "none" if factor == 1.0 else "linear")
@@ -238,7 +224,8 @@ def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any
 
 
 def _decimals(file: GgufFile, name: str) -> list[float]:
-    return [float(str(value)) for value in dequantised(file.tensors[name])]
+    stored = file.tensors[name]
+    return [float(str(value)) for value in dequantised_rows(stored.data, stored.kind)]
 
 
 def yarn(file: GgufFile, family: Family) -> dict[str, Any]:
@@ -262,32 +249,21 @@ def yarn(file: GgufFile, family: Family) -> dict[str, Any]:
 
 
 def llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3.1's parameters, of which a file holds only what came out, a factor by frequency:
-    those among its models' that give the same factors. None where none do.
-    """
-    factors = dequantised(file.tensors[ROPE_FACTORS])
-    base = float(file.of_model("rope.freq_base", 10000.0))
-    for factor, high in ((8.0, 4.0), (16.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
-        scaling = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": 8192,
-        }
-        expected = llama3_factors(scaling, base, head_dim)
-        if len(factors) == len(expected) and np.allclose(factors, expected, rtol=1e-3):
-            return scaling
-    return None
-
-
-def llama3_factors(scaling: Mapping[str, Any], base: float, head_dim: int) -> NDArray[np.float64]:
-    """What each frequency is divided by [head_dim / 2]: 1 where a wave is short, `factor` where it
-    is long, smoothly between (Llama 3.1's reference code).
-    """
-    length = scaling["original_max_position_embeddings"]
-    low = scaling["low_freq_factor"]
-    span = scaling["high_freq_factor"] - low or 1e-30
+    """The parameters of one of Llama 3.1's models that give the file's factors; None if none do."""
+    stored = file.tensors[ROPE_FACTORS]
+    found = dequantised_rows(stored.data, stored.kind)
+    base, low, length = float(file.of_model("rope.freq_base", 10000.0)), 1.0, 8192
     waves = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((length / waves - low) / span, 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - smooth) / scaling["factor"] + smooth))
+    for factor, high in ((8.0, 4.0), (16.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
+        # Llama 3.1's reference code: 1 for short waves, `factor` for long ones
+        smooth = np.clip((length / waves - low) / (high - low or 1e-30), 0.0, 1.0)
+        expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+        if len(found) == len(expected) and np.allclose(found, expected, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": length,
+            }
+    return None

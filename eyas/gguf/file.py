@@ -1,15 +1,12 @@
-"""A GGUF file that is open: its metadata, and its tensors, mapped.
-
-The header is read here: the `gguf` package of llama.cpp's authors makes an array of each string
-of a vocabulary, 14 s for 262,144. Its tables say what the types are, and it dequantises them.
+"""An open GGUF file: its metadata, and its tensors, mapped. The header is read here, since the
+`gguf` package needs 14 s for a vocabulary of 262,144 strings; its tables describe the types.
 
     "GGUF"  version  number of tensors  number of metadata
     metadata: key  type  value             an array: type of its entries  length  entries
     tensors:  name  dimensions  shape (the fastest first)  type  offset
     padding to a multiple of general.alignment, then the tensors' bytes
 
-A large model comes as parts NAME-00001-of-00003.gguf, each such a file: the first has all metadata
-but of the split, each its own tensors.
+A large model comes as parts NAME-00001-of-00003.gguf, each such a file; the first has the metadata.
 """
 
 from __future__ import annotations
@@ -32,14 +29,13 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError, refuse_p
 Kind = gguf.GGMLQuantizationType
 DAMAGED = "download it again; compare its size with its source's"
 VERSIONS = (2, 3)
-STRING, ARRAY = 8, 9  # among the types of metadata; the others are numbers
+STRING, ARRAY = 8, 9  # types of metadata; the others are numbers
 _CODES = ((0, "BbHhIif?"), (10, "Qqd"))
 NUMBERS = {first + i: code for first, codes in _CODES for i, code in enumerate(codes)}
 ALIGNMENT = 32
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# What the values of keys have to be, the architecture's own without its name; of other keys `count`
-# and `number` look at what they read.
+# Types of values by key, without the architecture's name; `count` and `number` check others.
 VALUES: dict[Any, str] = {
     StrictStr: "general.architecture general.type rope.scaling.type tokenizer.chat_template "
     "tokenizer.ggml.model tokenizer.ggml.pre",
@@ -64,7 +60,7 @@ PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in a file. shape: PyTorch's order. data: uint8 [..., bytes of a row]."""
+    """A tensor as stored. shape: in PyTorch's order. data: uint8 [..., bytes of a row]."""
 
     name: str
     kind: gguf.GGMLQuantizationType
@@ -74,7 +70,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file that is open: its metadata, and its tensors, mapped. path: of the first part."""
+    """An open GGUF file, its tensors mapped. path: of the first part."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -85,14 +81,14 @@ class GgufFile:
         return str(self.metadata.get("general.architecture"))
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own; without a default it must be there."""
+        """A value of the architecture's own key. Raises CorruptError without value and default."""
         full = f"{self.architecture}.{key}"
         if default is None and full not in self.metadata:
             raise CorruptError(f"{self.path} lacks {full} in its metadata", DAMAGED)
         return self.metadata.get(full, default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of the architecture's own, 1 or more; a list may repeat it by layer."""
+        """A whole number, 1 or more; a list may repeat it by layer. Raises CorruptError."""
         found = self.of_model(key, default)
         if isinstance(found, list) and len(set(found)) == 1:
             found = found[0]
@@ -104,7 +100,7 @@ class GgufFile:
         return found
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number of the architecture's own: the shortest decimal of the float32 in the file."""
+        """A number: the shortest decimal of the file's float32. Raises CorruptError."""
         found = self.of_model(key, default)
         if not isinstance(found, float | int):
             what = f"{self.path} has {found!r:.40} as {self.architecture}.{key}"
@@ -116,7 +112,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads one value after another. Raises struct.error and ValueError at what is not there."""
+    """Reads one value after another. Raises struct.error and ValueError."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at = content, 0
@@ -131,7 +127,6 @@ class _Header:
         return found
 
     def strings(self, count: int) -> Iterator[str]:
-        """So many texts; a vocabulary has hundreds of thousands of them."""
         content, size, at = self.content, len(self.content), self.at
         for _ in range(count):
             begin = at + 8
@@ -157,7 +152,7 @@ class _Header:
 
 
 def part_names(path: Path) -> list[Path]:
-    """All parts of a model, by the name of one; the path itself where it names no part."""
+    """All parts of a model, by the name of one; the path alone if it names no part."""
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -167,8 +162,8 @@ def part_names(path: Path) -> list[Path]:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Read metadata and the table of tensors, of a part's name all parts'. Raises CorruptError,
-    MismatchError, MissingInputError.
+    """Read metadata and the table of tensors, of all parts. Raises CorruptError, MismatchError,
+    MissingInputError.
     """
     given = _open_one(path)
     count, number = (given.metadata.get(f"split.{key}", 0) for key in ("count", "no"))
@@ -185,12 +180,10 @@ def open_file(path: Path) -> GgufFile:
             f"{path} is one of {count} parts, and {', '.join(missing)} is not beside it",
             "download all parts into one folder",
         )
-    parts = [given if name == path else _open_one(name) for name in names]
-    return _joined(parts)
+    return _joined([given if name == path else _open_one(name) for name in names])
 
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
-    """One model of its parts, in order."""
     first = parts[0]
     tensors: dict[str, StoredTensor] = {}
     for number, part in enumerate(parts):
@@ -277,7 +270,6 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
 
 
 def _check_values(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise CorruptError for a value of another kind than its key's."""
     of_model = f"{metadata.get('general.architecture')}."
     for key, value in metadata.items():
         kind = KINDS.get(key.removeprefix(of_model))
@@ -290,7 +282,7 @@ def _check_values(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def release(data: NDArray[Any]) -> None:
-    """Give back the memory that a mapped file takes, of an array that lies in it; others stay."""
+    """Give back the memory of a mapped file that an array lies in; do nothing for other arrays."""
     owner: Any = data
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
@@ -298,12 +290,7 @@ def release(data: NDArray[Any]) -> None:
         owner.madvise(mmap.MADV_DONTNEED)
 
 
-def dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
-    """Its values. Raises NotImplementedError."""
-    return dequantised_rows(tensor.data, tensor.kind)
-
-
 def dequantised_rows(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
-    """The values of rows as they lie in a file, fresh. Raises NotImplementedError."""
+    """The values of rows as stored, in memory of their own. Raises NotImplementedError."""
     values = np.ascontiguousarray(gguf.dequantize(data, kind), np.float32)
     return values if values.flags.writeable else values.copy()

@@ -1,13 +1,8 @@
-"""A GGUF file as a target: a folder in the cache in Hugging Face's form, but for the weights, which
-are read from the file itself (`checkpoint`).
+"""A GGUF file as a target: a folder in Hugging Face's form in the cache, whose weights stay in the
+file (`checkpoint`). A template FILE.jinja beside the file replaces its own; base models have none.
 
     FILE.gguf  ->  config.json  generation_config.json  tokenizer.json  tokenizer_config.json
                    chat_template.jinja  source.gguf (a link to the file)
-
-All of it comes from the file: its metadata say configuration, tokenizer and chat template. What
-comes out is a target in its own right: a model that was quantised to 4 bits is not the model that
-its publisher trained, and `config.json` says so (SOURCE). A template in FILE.jinja beside the file
-comes before its own: files of base models have none.
 """
 
 from __future__ import annotations
@@ -36,24 +31,21 @@ from eyas.stores import storage_errors
 
 SUFFIX = ".gguf"
 LINK = "source.gguf"
-TEMPLATE_SUFFIX = ".jinja"  # a chat template beside a file
-IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
+IDENTITY_BYTES = 8 << 20  # hashed at either end of a file
 FORM = "3"  # raise it when the same file gives another folder
-MARKED = re.compile(r"<.+>|\[.+\]", re.S)  # what the text of a control token looks like
+MARKED = re.compile(r"<.+>|\[.+\]", re.S)  # texts of control tokens
 
 
 def is_gguf(place: str) -> bool:
-    """Whether a name of a target is that of a GGUF file."""
+    """Whether a target's name is that of a GGUF file."""
     return place.endswith(SUFFIX) and "://" not in place
 
 
 def target_folder(file: str | Path) -> Path:
-    """The folder in the cache that holds a GGUF file as a Hugging Face model, made when it is first
-    asked for.
+    """The folder in the cache that holds a GGUF file as a Hugging Face model, made on first use.
 
-    Raises MissingInputError, CorruptError (a cut file), MismatchError (an architecture,
-    quantisation, tokenizer or rotary scaling that eyas does not read), TemplateError (no chat
-    template), StorageFullError.
+    Raises MissingInputError, CorruptError (a cut file), MismatchError (an unknown architecture,
+    quantisation, tokenizer or rotary scaling), TemplateError (no chat template), StorageFullError.
     """
     path = Path(file)
     if not path.is_file():
@@ -80,9 +72,7 @@ def target_folder(file: str | Path) -> Path:
 
 
 def _link(folder: Path, path: Path) -> None:
-    """Let the folder lead to the file, wherever it lies now. A cache that cannot be written to
-    keeps the link that it has.
-    """
+    # a cache that cannot be written to keeps its link
     link, place = folder / LINK, str(path.absolute())
     if link.is_symlink() and os.readlink(link) == place:
         return
@@ -98,7 +88,7 @@ def is_of_file(folder: Path) -> bool:
 
 
 def linked_file(folder: Path) -> GgufFile:
-    """The file that a folder was made from. Raises MismatchError where it was made from none,
+    """The file that a folder was made from. Raises MismatchError if it was made from none,
     MissingInputError, CorruptError.
     """
     if not is_of_file(folder):
@@ -117,12 +107,10 @@ def linked_file(folder: Path) -> GgufFile:
 
 @lru_cache(maxsize=1)
 def _opened(path: Path, identity: str) -> GgufFile:
-    """Weights and fingerprint ask for one file one after the other: it is read once."""
-    return open_file(path)
+    return open_file(path)  # weights and fingerprint of one target share it
 
 
 def _identity(path: Path) -> str:
-    """Of a file, or of the parts of a model that are here, by the first one's path."""
     digest = hashlib.sha256()
     for part in part_names(path):
         if not part.is_file():
@@ -142,20 +130,16 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     """Write everything of a target but its weights into an empty folder."""
     config, template = configuration(file), chat_template(file)
     check_types(file)
-    for _ in weights(file):  # every tensor has a name and a shape that can be published
+    for _ in weights(file):  # refuse names and shapes that cannot be published
         pass
-    found_ends = end_tokens(file, template)
-    tokenizer, tokenizer_config = tokenizer_of(file, found_ends)
+    ends = {"eos_token_id": end_tokens(file, template)}
+    tokenizer, tokenizer_config = tokenizer_of(file, ends["eos_token_id"])
+    config |= ends
+    for name, key in (("bos", "bos"), ("pad", "padding")):
+        config[f"{name}_token_id"] = file.of_tokenizer(f"{key}_token_id")
     texts = {
-        "config.json": _json(
-            config
-            | {"eos_token_id": found_ends}
-            | {
-                f"{name}_token_id": file.of_tokenizer(f"{key}_token_id")
-                for name, key in (("bos", "bos"), ("pad", "padding"))
-            }
-        ),
-        "generation_config.json": _json({"eos_token_id": found_ends}),
+        "config.json": _json(config),
+        "generation_config.json": _json(ends),
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": _json(tokenizer_config),
         "chat_template.jinja": template,
@@ -165,8 +149,8 @@ def write_folder(file: GgufFile, folder: Path) -> None:
 
 
 def end_tokens(file: GgufFile, template: str) -> list[int]:
-    """The tokens that end the target's output: those that the file states, and the one that its
-    template writes behind an answer. Files of Gemma 3 and Phi state another end alone.
+    """The tokens that end the target's output: those of the metadata, and the one that the template
+    writes after an answer (Gemma 3 and Phi do not state it).
     """
     stated = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     found = [number for number in stated if number is not None]
@@ -174,36 +158,26 @@ def end_tokens(file: GgufFile, template: str) -> list[int]:
     if beyond := [number for number in found if number >= len(places)]:
         what = f"{file.path} ends answers at token {beyond[0]} of {len(places)} (eos_token_id)"
         raise CorruptError(what, DAMAGED)
-    behind = _behind_an_answer(file, template)
-    for length in range(len(behind), 0, -1):  # the longest token that it begins with
-        if (number := places.get(behind[:length])) is not None:
-            found += [number] if MARKED.fullmatch(behind[:length]) else []
+    answer, after = "Hello, you.", ""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+    with suppress(TemplateError):  # a template that refuses a plain question
+        rendered = Template({"default": template}, named_tokens(file), str(file.path), None, {})
+        after = rendered.render(messages, False, None).rpartition(answer)[2].lstrip()
+    for length in range(len(after), 0, -1):  # the longest token that it begins with
+        if (number := places.get(after[:length])) is not None:
+            found += [number] if MARKED.fullmatch(after[:length]) else []
             break
     return list(dict.fromkeys(found))
 
 
-def _behind_an_answer(file: GgufFile, template: str) -> str:
-    """What a template writes behind an answer's text; nothing where it refuses a plain question."""
-    answer = "Hello, you."
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
-    with suppress(TemplateError):
-        rendered = Template({"default": template}, named_tokens(file), str(file.path), None, {})
-        return rendered.render(messages, False, None).rpartition(answer)[2].lstrip()
-    return ""
-
-
 def template_beside(path: Path) -> Path:
-    """Where a template lies that comes before a file's own; of parts NAME.jinja."""
+    """Where a template lies that replaces a file's own; of parts NAME.jinja."""
     match = PART.fullmatch(path.name)
-    return (
-        path.with_name(match["name"] + TEMPLATE_SUFFIX)
-        if match
-        else (path.with_suffix(TEMPLATE_SUFFIX))
-    )
+    return path.with_name(f"{match['name']}.jinja") if match else path.with_suffix(".jinja")
 
 
 def chat_template(file: GgufFile) -> str:
-    """The template beside the file, else the one in it. Raises TemplateError."""
+    """The template beside the file, else the file's own. Raises TemplateError."""
     beside = template_beside(file.path)
     if beside.is_file():
         return beside.read_text(encoding="utf-8")

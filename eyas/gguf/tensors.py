@@ -1,10 +1,8 @@
 """The tensors of a GGUF file as those of a published checkpoint.
 
-ggml's differ by family (eyas/families.py): in names; rows of q and k are interleaved, as ggml's
-rotary embedding turns neighbours where transformers turns halves; norms hold what is added to them;
-the experts of a layer lie in one tensor.
-
-Letters: E experts, N rows, K columns.
+By family (eyas/families.py) ggml's have other names, interleaved rows of q and k (its rotary
+embedding turns neighbours, transformers' turns halves), norms with their offset added, and the
+experts of a layer in one tensor. Letters: E experts, N rows, K columns.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from eyas.gguf.configuration import (
 )
 from eyas.gguf.file import DAMAGED, GgufFile, StoredTensor, dequantised_rows
 
-# Llama's, by ggml's.
+# Llama's names by ggml's.
 GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BY_LAYER = {
     "attn_norm": "input_layernorm",
@@ -51,23 +49,21 @@ SINKS, SHORT_CONVOLUTION = "self_attn.sinks", "conv.conv.weight"
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """A tensor of the published checkpoint [..., K]. rows(first, last): some of its rows of K
-    numbers, float32 [n, K].
-    """
+    """A tensor of the published checkpoint [..., K]. rows(first, last): float32 [n, K]."""
 
     name: str
     shape: tuple[int, ...]
     rows: Callable[[int, int], NDArray[np.float32]]
 
     def values(self) -> NDArray[np.float32]:
-        """All of it, in its shape."""
+        """The whole tensor, float32."""
         count = int(np.prod(self.shape[:-1], dtype=object))
         return self.rows(0, count).reshape(self.shape)
 
 
 def published_names(file: GgufFile) -> dict[str, str]:
-    """By ggml's names, those in a published checkpoint, * for an expert's number. Raises
-    MismatchError for a tensor that the family has not.
+    """Published names by ggml's, * for an expert's number. Raises MismatchError for a tensor that
+    the family does not have.
     """
     _, family = family_of(file)
     parts, names = {**GLOBAL, **BY_LAYER, **family.gguf_names}, {}
@@ -85,7 +81,7 @@ def published_names(file: GgufFile) -> dict[str, str]:
 
 
 def check_types(file: GgufFile) -> None:
-    """Raises MismatchError for a type that the `gguf` package does not dequantise."""
+    """Raise MismatchError for a type that the `gguf` package does not dequantise."""
     for kind, tensor in {tensor.kind: tensor for tensor in file.tensors.values()}.items():
         try:
             dequantised_rows(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -97,15 +93,15 @@ def check_types(file: GgufFile) -> None:
 
 
 def half_order(count: int, heads: int) -> NDArray[np.intp]:
-    """Rows [heads * D] from ggml's order, in which a turned pair is two neighbours, to
-    transformers', in which it is one row of each half: their numbers.
+    """Numbers of ggml's rows [heads * D] in transformers' order: ggml's rotated pairs are
+    neighbours, transformers' are one row of each half.
     """
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def stored_tensors(file: GgufFile) -> Iterator[tuple[str, StoredTensor, NDArray[np.intp] | None]]:
-    """Every tensor under its published name, and the published order of its rows where it is
-    another. Raises MismatchError, CorruptError.
+    """Every tensor under its published name, and the published order of its rows if it differs.
+    Raises MismatchError, CorruptError.
     """
     _, family = family_of(file)
     heads = {"attn_q": file.count("attention.head_count"), "attn_k": key_value_heads(file)}
@@ -113,17 +109,15 @@ def stored_tensors(file: GgufFile) -> Iterator[tuple[str, StoredTensor, NDArray[
         tensor, part, order = file.tensors[ggml_name], ggml_name.split(".")[-2], None
         if family.gguf_interleaved and part in heads:
             if tensor.shape[0] % (2 * heads[part]):
-                what = (
-                    f"{file.path} has {heads[part]} heads for the {tensor.shape[0]} rows of {name}"
-                )
-                raise CorruptError(what, DAMAGED)
+                what = f"{heads[part]} heads for the {tensor.shape[0]} rows of {name}"
+                raise CorruptError(f"{file.path} has {what}", DAMAGED)
             order = half_order(tensor.shape[0], heads[part])
         yield name, tensor, order
 
 
 def raw_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[int, ...], BlockMatrix]]:
-    """Every tensor under its published name, its shape, and its rows as they lie in the file, each
-    expert's by itself. A vector is one row.
+    """Published name, shape, and rows as stored of every tensor, each expert's by itself. A vector
+    is one row.
     """
     for name, tensor, order in stored_tensors(file):
         shape, data = tensor.shape, tensor.data
@@ -141,7 +135,7 @@ def raw_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[int, ...], BlockMat
 
 
 def weights(file: GgufFile, apart: bool = False) -> Iterator[PublishedTensor]:
-    """Every tensor of the published checkpoint; apart: those of experts one by one. Raises
+    """Every tensor of the published checkpoint; apart: each expert's by itself. Raises
     MismatchError, CorruptError.
     """
     _, family = family_of(file)
@@ -166,7 +160,7 @@ def _rows(matrix: BlockMatrix, offset: float, first: int, last: int) -> NDArray[
 
 def _stacked(file: GgufFile, by_turns: bool) -> Iterator[PublishedTensor]:
     """All experts of a layer: gate and up in one tensor [E, K, 2N]; down [E, K, N]; biases [E, 2N]
-    and [E, N]. by_turns: one output of gate and one of up, else all of up behind gate's.
+    and [E, N]. by_turns: outputs of gate and up alternate; else up's come after gate's.
     """
     stored = {name: tensor for name, tensor, _ in stored_tensors(file) if "*" in name}
     for name, tensor in stored.items():
@@ -192,9 +186,7 @@ def _stacked(file: GgufFile, by_turns: bool) -> Iterator[PublishedTensor]:
 def _of_parts(
     parts: list[StoredTensor], by_turns: bool, first: int, last: int
 ) -> NDArray[np.float32]:
-    """Of tensors [E, N, K] those of their E * K columns as rows, of tensors [E, N] rows: [n,
-    parts * N].
-    """
+    """[n, parts * N]: of tensors [E, N, K] n of their E * K columns, of tensors [E, N] n rows."""
     values = [
         dequantised_rows(part.data[first:last], part.kind)
         if len(part.shape) == 2
@@ -207,7 +199,7 @@ def _of_parts(
 
 
 def _columns(part: StoredTensor, first: int, last: int) -> NDArray[np.float32]:
-    """Of a tensor [E, N, K] some of its E * K columns as rows [n, N]."""
+    """n of the E * K columns of a tensor [E, N, K] as rows [n, N]."""
     N, K = part.shape[1:]
     block, num_bytes = gguf.GGML_QUANT_SIZES[part.kind]
     found, at = np.empty((last - first, N), np.float32), first

@@ -1,7 +1,6 @@
 """tokenizer.json from a GGUF file's metadata: byte-level BPE and SentencePiece's BPE.
 
-A file holds the vocabulary whole, but of the rule by which a text is cut into words only its name:
-the rules are here (WORD_SPLITS).
+A file holds the vocabulary, but only the name of the rule that cuts words (WORD_SPLITS).
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from tokenizers.processors import TemplateProcessing
 from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.gguf.file import DAMAGED, GgufFile
 
-# Of `tokenizer.ggml.token_type`.
+# `tokenizer.ggml.token_type`
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-# How a text is cut into words, by `tokenizer.ggml.pre`: the expressions of the models' own
-# tokenizer.json files. GPT-2's is the one that is built into ByteLevel.
+# Expressions of the models' own tokenizer.json files; GPT-2's is built into ByteLevel.
 GPT2 = ""
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -39,7 +37,7 @@ QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class WordSplit:
-    """How a byte-level BPE tokenizer cuts a text before it merges."""
+    """How byte-level BPE cuts a text before it merges (`tokenizer.ggml.pre`)."""
 
     words: str
     digits_apart: bool = False
@@ -65,14 +63,13 @@ WORD_SPLITS = {
     "qwen2": WordSplit(QWEN_2, composes=True),
     "tekken": WordSplit(TEKKEN, whole_words=True, adds_bos=True),
 }
-# Tokens of Phi-3 that leave the blanks behind them; all others that are added take these with them,
-# which no file says.
+# Phi-3's added tokens strip the blanks after them, but for these; no file says so.
 PHI_3_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json. ends: tokens that are control tokens, whatever the
-    file calls them. Raises MismatchError, CorruptError.
+    """tokenizer.json and tokenizer_config.json. ends: tokens that are control tokens whatever their
+    type in the file. Raises MismatchError, CorruptError.
     """
     tokens, kinds = file.of_tokenizer("tokens"), file.of_tokenizer("token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):
@@ -89,12 +86,11 @@ def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer,
         )
     except EyasError:
         raise
-    except Exception as error:  # what `tokenizers` raises for a merge of tokens that are not there
+    except Exception as error:  # `tokenizers` raises it for a merge of unknown tokens
         raise CorruptError(f"{file.path} holds no whole tokenizer: {error}", DAMAGED) from error
     kinds = [CONTROL if number in ends else kind for number, kind in enumerate(kinds)]
     takes_blanks = file.architecture == "phi3" and model == "llama"
     for kind in (CONTROL, USER_DEFINED):
-        added = [text for text, found in zip(tokens, kinds, strict=True) if found == kind]
         tokenizer.add_tokens(
             [
                 AddedToken(
@@ -103,7 +99,8 @@ def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer,
                     normalized=False,
                     rstrip=takes_blanks and text not in PHI_3_KEEPS_BLANKS,
                 )
-                for text in added
+                for text, found in zip(tokens, kinds, strict=True)
+                if found == kind
             ]
         )
     named = named_tokens(file)
@@ -125,7 +122,7 @@ def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer,
 
 
 def named_tokens(file: GgufFile) -> dict[str, str]:
-    """The texts of the tokens that have a role, as tokenizer_config.json names them."""
+    """The texts of the tokens with a role, by tokenizer_config.json's names."""
     tokens = file.of_tokenizer("tokens") or ()
     return {
         f"{role}_token": tokens[number]
@@ -135,7 +132,7 @@ def named_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen have it. Raises MismatchError."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen). Raises MismatchError, CorruptError."""
     name = file.of_tokenizer("pre")
     if name not in WORD_SPLITS:
         raise MismatchError(
@@ -166,9 +163,10 @@ def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """SentencePiece's BPE with bytes for unknown characters, as Llama 2 and Mistral have it."""
+    """SentencePiece's BPE with bytes for unknown characters (Llama 2, Mistral). Raises
+    CorruptError.
+    """
     vocabulary = {text: number for number, text in enumerate(tokens)}
-    unknown = tokens[file.of_tokenizer("unknown_token_id", 0)]
     scores = file.of_tokenizer("scores")
     if not scores or len(scores) != len(tokens):
         raise CorruptError(f"{file.path} holds no scores of its tokens", DAMAGED)
@@ -181,7 +179,7 @@ def sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
         models.BPE(
             vocab=vocabulary,
             merges=merges_by_score(ranked, vocabulary),
-            unk_token=unknown,
+            unk_token=tokens[file.of_tokenizer("unknown_token_id", 0)],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -205,9 +203,7 @@ def sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
 def merges_by_score(
     scores: Mapping[str, float], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece makes without a list: any two neighbours whose union is a
-    token, the best scored union first.
-    """
+    """SentencePiece's merges: any two neighbours whose union is a token, by the union's score."""
     pairs = [
         (-score, vocabulary[text[:at]], text[:at], text[at:])
         for text, score in scores.items()

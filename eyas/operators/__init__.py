@@ -1,1 +1,1 @@
-"""What runs in PyTorch's operators, for training and for targets that others compute."""
+"""PyTorch's side: heads in training, and targets that transformers runs."""

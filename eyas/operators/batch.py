@@ -1,4 +1,4 @@
-"""Samples side by side: padded tensors for a head, and which samples share a batch.
+"""Batches of samples: padded tensors, and which samples share a batch.
 
 Letters: B batch, T longest of the batch, A = 3 * Ht, Ht target hidden size.
 """
@@ -20,11 +20,8 @@ from eyas.shards import Sample
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of samples, padded on the right with zeros: tokens int64, loss_mask bool, hidden states
-    in their stored dtype.
-
-    lengths: tokens of each. argmax_BT: int32, the target's best next token; -1 where it is not
-    known.
+    """Samples, padded on the right with zeros: tokens int64, loss_mask bool, hidden states in their
+    stored dtype. lengths: in tokens. argmax_BT int32: the target's best next token, -1 if unknown.
     """
 
     keys: tuple[str, ...]
@@ -37,31 +34,27 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
-        def joined(tensors: list[Tensor], fill: int = 0) -> Tensor:
-            return pad_sequence(tensors, True, fill)
-
         return cls(
             keys=tuple(sample.key for sample in samples),
             lengths=tuple(len(sample.token_ids) for sample in samples),
-            tokens_BT=joined([sample.token_ids.long() for sample in samples]),
-            loss_mask_BT=joined([sample.loss_mask for sample in samples]),
-            aux_hidden_BTA=joined([sample.aux_hidden for sample in samples]),
-            last_hidden_BTH=joined([sample.last_hidden for sample in samples]),
-            argmax_BT=joined([sample.argmax for sample in samples], -1),
+            tokens_BT=pad_sequence([sample.token_ids.long() for sample in samples], True),
+            loss_mask_BT=pad_sequence([sample.loss_mask for sample in samples], True),
+            aux_hidden_BTA=pad_sequence([sample.aux_hidden for sample in samples], True),
+            last_hidden_BTH=pad_sequence([sample.last_hidden for sample in samples], True),
+            argmax_BT=pad_sequence([sample.argmax for sample in samples], True, -1),
         )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names."""
         return {name: getattr(self, name) for name in self.__slots__[2:]}
 
     def to(self, device: str) -> Batch:
-        """The same on a device; nobody waits for the copy."""
+        """The same on a device; the copy is asynchronous."""
         if device == "cpu":
             return self
         moved: dict[str, Any] = {}
         for name, one in self.tensors.items():
-            # memory from which a GPU copies beside its work
+            # a GPU copies pinned memory beside its work
             there = one.pin_memory() if one.is_cpu and torch.cuda.is_available() else one
             moved[name] = there.to(device, non_blocking=True)
         return replace(self, **moved)
@@ -69,10 +62,10 @@ class Batch:
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[list[int]]:
     """Numbers of the samples of each batch, every sample once: B * T <= max_tokens, unless one
-    sample alone is longer.
+    sample alone is longer. Deterministic.
 
-    Samples are shuffled, and sorted by length within windows of some fifty batches: little padding,
-    and batches that differ from pass to pass; then the batches are shuffled. Deterministic.
+    Shuffled samples are sorted by length within windows of some fifty batches, for little padding
+    and other batches in each pass; then the batches are shuffled.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))

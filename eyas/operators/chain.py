@@ -1,8 +1,7 @@
-"""What a head would have accepted of an answer, in chains, from features alone: no engine runs.
+"""Acceptance of a head's chains on stored answers, from features: no engine runs.
 
-Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the
-answer's own tokens is all that a round begun there depends on. `tau.RoundCounts.add_answer` walks
-these numbers as serving walks the answer.
+All slots of an answer are unrolled at once, each fed with its own drafts, and the drafts that equal
+the answer's tokens are counted; `tau.RoundCounts.add_answer` makes rounds of the counts.
 
 Letters: B batch, T sequence, N slots unrolled, K draft steps, H hidden, V target vocabulary.
 """
@@ -25,8 +24,8 @@ from eyas.operators.ttt import Slots, unroll
 def matched_spans(
     head: Head, embed_tokens: Tensor, batch: Batch, num_draft_steps: int
 ) -> list[tuple[int, list[int]]]:
-    """Of each answer of two tokens or more its sample's number in the batch and its `matches`, as
-    `tau.RoundCounts.add_answer` takes them. embed_tokens: as in `free_running_drafts`.
+    """Of each answer of two tokens or more: its sample's number in the batch, and the matches for
+    `tau.RoundCounts.add_answer`. embed_tokens: as in `free_running_drafts`.
     """
     mask_BT = batch.loss_mask_BT
     starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
@@ -46,11 +45,10 @@ def matched_spans(
 def free_running_drafts(
     head: Head, embed_tokens: Tensor, batch: Batch, slots: Slots, num_draft_steps: int
 ) -> Tensor:
-    """The chain that each slot drafts when every step takes the draft of the one before: target ids
-    int64 [N, K].
+    """The chain that each slot drafts, every step fed with the draft before: target ids int64
+    [N, K]. Slot t has the bonus token x_{t+1} and drafts x_{t+2} onwards.
 
-    Slot t has x_{t+1} for its bonus token; its drafts stand for x_{t+2} onwards. embed_tokens [V,
-    H]: the target's, for a head that has none of its own.
+    embed_tokens [V, H]: the target's, for a head without its own.
     """
     embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens
     drafts: list[Tensor] = []
@@ -72,9 +70,7 @@ def free_running_drafts(
 
 
 def leading_matches(drafts_NK: Tensor, batch: Batch, slots: Slots) -> Tensor:
-    """How many drafts of each slot, before its first miss, equal the tokens under the loss mask:
-    int64 [N].
-    """
+    """The number of drafts of each slot before its first miss of the masked tokens, int64 [N]."""
     T = batch.tokens_BT.shape[1]
     offset_K = 2 + torch.arange(drafts_NK.shape[1], device=drafts_NK.device)
     inside_NK = slots.slot_N[:, None] + offset_K < T
@@ -84,7 +80,7 @@ def leading_matches(drafts_NK: Tensor, batch: Batch, slots: Slots) -> Tensor:
 
 
 def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """First and end of each run of True."""
+    """[first, end) of each run of True."""
     for value, group in groupby(range(len(flags)), key=flags.__getitem__):
         if value:
             numbers = list(group)

@@ -1,9 +1,7 @@
-"""What computes features: our own decoder, or any causal language model of transformers by hooks
-on its layers.
+"""Decoders that compute features: our own, or a causal language model of transformers with hooks.
 
-Of transformers' models only the structure is assumed (a list of decoder layers, and an lm_head that
-something feeds), and no family by its name: what the hooks see is checked against the model's own
-`output_hidden_states` and logits before anything is captured.
+The hooks assume a list of decoder layers and an lm_head, and no family: what they see is checked
+against the model's own `output_hidden_states` and logits.
 
 Letters: B batch, T longest of it, H the target's hidden size, V its vocabulary.
 """
@@ -48,13 +46,13 @@ Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (
     "a head reads what the layers pass on, which cannot be told of this model: take another target"
 )
-PROOF_TOKENS = 40  # of each of two random rows
-# Relative to a stream's own size.
+PROOF_TOKENS = 40  # in each of two random rows
+# relative to a stream's norm
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def default_device() -> str:
-    """Where transformers' models compute: a GPU where there is one."""
+    """A GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -67,10 +65,7 @@ class HiddenStates:
 
 
 class OwnDecoder:
-    """Our own decoder: the values that the built-in engine computes.
-
-    lm_head_sha256: of the target's output matrix, as TargetVocabulary has it.
-    """
+    """Our own decoder: the built-in engine's values. lm_head_sha256: as TargetVocabulary's."""
 
     def __init__(self, target: Target) -> None:
         self._target, self.lm_head_sha256 = target, target.lm_head_sha256
@@ -84,29 +79,23 @@ class OwnDecoder:
     def states(
         self, tokens: Sequence[Sequence[int]], taps: Sequence[int] | None = None
     ) -> HiddenStates:
-        """B x T states of these tokens; positions beyond a row's end hold no meaning. taps: layers
-        in place of the three of EAGLE-3.
-        """
+        """States [B, T, ...]; undefined beyond a row's end. taps: layers, by default EAGLE-3's."""
         tokens_BT = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
         return HiddenStates(*map(tensor_of, self._target.features(tokens_BT.numpy(), taps)))
 
 
 class HookedDecoder:
-    """A model of transformers, with hooks on the tapped layers and on lm_head; in use as OwnDecoder
-    is.
-    """
+    """A model of transformers with hooks on the tapped layers and lm_head."""
 
     def __init__(self, model: Any, shape: TargetShape, lm_head: Array) -> None:
-        """lm_head: [V, H] as stored. Raises MismatchError where it is not certain which states are
-        the layers'.
-        """
+        """lm_head: [V, H] as stored. Raises MismatchError if the layers' states are uncertain."""
         self._model, self.shape = model.eval().requires_grad_(False), shape
         self.lm_head_sha256 = array_sha256(lm_head)
         self._lm_head = model.get_output_embeddings()
         if self._lm_head is None:
             raise MismatchError(f"{type(model).__name__} has no lm_head", ANOTHER)
         self._device = model.get_input_embeddings().weight.device
-        # kept on the disk or in host memory by accelerate, which moves the input itself
+        # accelerate keeps it elsewhere, and moves the input itself
         if self._device.type == "meta":
             self._device = torch.device(default_device())
         self._layers = decoder_layers(model, shape, self._proof_tokens())
@@ -114,11 +103,10 @@ class HookedDecoder:
 
     @classmethod
     def load(cls, folder: str | Path, dtype: str, device_map: str | None = None) -> HookedDecoder:
-        """Load a folder by transformers. device_map: accelerate's, for a model larger than
-        one device.
+        """Load a folder by transformers. device_map: accelerate's, for models larger than a device.
 
-        Raises ConfigError where accelerate is asked for and absent, MismatchError,
-        MissingInputError, CorruptError.
+        Raises ConfigError if accelerate is needed and absent, MismatchError, MissingInputError,
+        CorruptError.
         """
         if device_map is not None and importlib.util.find_spec("accelerate") is None:
             raise ConfigError(
@@ -132,7 +120,7 @@ class HookedDecoder:
         options = {} if device_map is None else {"device_map": device_map}
         text_config = config.get_text_config(decoder=True)
         if getattr(text_config, "attn_logit_softcapping", None) is not None:
-            options["attn_implementation"] = "eager"  # the others leave the soft cap out
+            options["attn_implementation"] = "eager"  # others leave the soft cap out
         try:
             model, loaded = auto_class(config).from_pretrained(
                 folder,
@@ -140,11 +128,11 @@ class HookedDecoder:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
+                ignore_mismatched_sizes=True,  # refuse_partly_loaded names them
                 **options,
             )
             refuse_partly_loaded(folder, config, shape, loaded)
-            # meta: what accelerate keeps beside the devices
+            # meta: kept elsewhere by accelerate
             here = ((name, one) for name, one in model.named_parameters() if not one.is_meta)
             broken = {name: one for name, one in here if not one.isfinite().all()}
             refuse_nonfinite(folder, arrays_of(broken))
@@ -164,7 +152,7 @@ class HookedDecoder:
         self, tokens: Sequence[Sequence[int]], taps: Sequence[int] | None = None
     ) -> HiddenStates:
         """As OwnDecoder's."""
-        # causal: padding on the right is not seen
+        # causal attention does not see padding on the right
         tokens_BT = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
         return self._forward(tokens_BT, taps=taps, use_cache=False)[0]
 
@@ -177,8 +165,8 @@ class HookedDecoder:
         seed: int = 0,
         ignore_eos: bool = False,
     ) -> list[int]:
-        """What the model answers to a prompt, its end token included: greedily, or drawn from the
-        whole vocabulary. Raises MismatchError for a model that does not.
+        """The model's answer with its end token: greedy, or drawn from the whole vocabulary. Raises
+        MismatchError if it fails.
         """
         ends = () if ignore_eos else self.shape.eos_token_ids
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -190,7 +178,7 @@ class HookedDecoder:
             pad_token_id=0,
             use_cache=True,
         )
-        # the checkpoint's own settings, such as a penalty, would go before what is left open
+        # the checkpoint's own settings, such as a penalty, would fill in what is left open
         self._model.generation_config = GenerationConfig()
         tokens_BT = torch.tensor([list(prompt_ids)], device=self._device)
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
@@ -208,19 +196,19 @@ class HookedDecoder:
         return answer_ids
 
     def layers(self, tokens: Sequence[int]) -> Tensor:
-        """The residual stream behind every layer, [layers, T, H]: for proofs."""
+        """The residual stream after every layer [layers, T, H], for proofs."""
         every, T = range(self.shape.num_hidden_layers), len(tokens)
         states, _ = self._forward(torch.tensor([list(tokens)]), taps=every, use_cache=False)
         return states.aux_hidden.view(T, len(every), -1).transpose(0, 1)
 
     def tails(self) -> tuple[Tail, Tail]:
-        """The final norm, and the last layer with it: the residual stream that they take, [T, H] of
-        one sample, -> last_hidden [T, H]. Ends this decoder: other layers' weights can go. Raises
-        MismatchError where more than one module is between the layers and lm_head.
+        """The final norm, and the last layer with it: functions from one sample's residual stream
+        [T, H] to last_hidden [T, H]. Ends this decoder, whose other layers are freed. Raises
+        MismatchError if more than one module is between the layers and lm_head.
         """
         last, final = self._layers[-1], self._final_module()
         del self._layers[:-1]  # the model's own list: it calls the last layer alone from now on
-        one_at_a_time = Lock()  # replies of several servers are finished by several threads
+        one_at_a_time = Lock()  # several servers' threads call it
         norm = torch.inference_mode()(lambda hidden_TH: final(hidden_TH.to(self._device)))
 
         def finish(hidden_TH: Tensor) -> Tensor:
@@ -240,7 +228,7 @@ class HookedDecoder:
         return norm, finish
 
     def _final_module(self) -> nn.Module:
-        """What takes the last layer's output and gives what feeds lm_head. Raises MismatchError."""
+        """The module between the last layer and lm_head. Raises MismatchError."""
         found: list[tuple[nn.Module, Any, Any]] = []
 
         def note(module: nn.Module, given: Any, output: Any) -> None:
@@ -275,9 +263,7 @@ class HookedDecoder:
         taps: Sequence[int] | None = None,
         **options: Any,
     ) -> tuple[HiddenStates, Any]:
-        """The states and the model's own output. lm_head computes the last position alone, unless
-        all are asked for. taps: by default the three of EAGLE-3.
-        """
+        """The states, and the model's output: of the last position alone, unless all_logits."""
         wanted = self.shape.default_taps if taps is None else taps
         tapped: dict[int, Tensor] = {}
         fed: list[Tensor] = []
@@ -289,7 +275,7 @@ class HookedDecoder:
             fed.append(given[0])
             if all_logits:
                 return None
-            # rows of a larger stride take lm_head hundreds of times as long on a CPU
+            # on a CPU, rows with a larger stride are hundreds of times slower
             return (given[0][:, -1:].contiguous(), *given[1:])
 
         with contextlib.ExitStack() as hooks:
@@ -311,7 +297,7 @@ class HookedDecoder:
         return torch.randint(self.shape.vocab_size, size, generator=seed).to(self._device)
 
     def _prove(self, lm_head: Tensor) -> None:
-        """Check what the hooks see against what the model says of itself. Raises MismatchError."""
+        """Check the hooks against the model's own outputs. Raises MismatchError."""
         name = type(self._model).__name__
         hooked, output = self._forward(
             self._proof_tokens(), all_logits=True, use_cache=False, output_hidden_states=True
@@ -340,7 +326,7 @@ FeatureDecoder = OwnDecoder | HookedDecoder
 
 
 def alike(one: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether they differ by rounding in this precision alone: row by row, relative to the norm."""
+    """Whether rows differ by this precision's rounding only, relative to their norm."""
     limit = TOLERANCE[dtype or one.dtype]
     error, size = (one.float() - other.float()).norm(dim=-1), other.float().norm(dim=-1)
     return bool((error <= limit * size + 1e-6).all())
@@ -352,16 +338,10 @@ def _hidden(output: Any) -> Any:
 
 def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.ModuleList:
     """The list of decoder layers: as long as the config says, each called once, in order, with
-    output [B, T, H].
-
-    tokens_BT: int64, for a trial run. Raises MismatchError, with what was looked for and found.
+    output [B, T, H]. tokens_BT: int64, for a trial run. Raises MismatchError.
     """
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    }
-    candidates = {
-        name: module for name, module in lists.items() if len(module) == shape.num_hidden_layers
-    }
+    lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList)}
+    candidates = {name: one for name, one in lists.items() if len(one) == shape.num_hidden_layers}
     expected = (*tokens_BT.shape, shape.hidden_size)
     called: dict[str, list[int]] = {name: [] for name in candidates}
 
@@ -376,9 +356,8 @@ def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.Modu
                 handle = layer.register_forward_hook(partial(note, name, number))
                 hooks.callback(handle.remove)
         model(input_ids=tokens_BT, use_cache=False)
-    found = [
-        name for name, numbers in called.items() if numbers == list(range(shape.num_hidden_layers))
-    ]
+    in_order = list(range(shape.num_hidden_layers))
+    found = [name for name, numbers in called.items() if numbers == in_order]
     if len(found) != 1:
         there = ", ".join(f"{name} of {len(module)}" for name, module in list(lists.items())[:8])
         raise MismatchError(

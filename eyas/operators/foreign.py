@@ -1,7 +1,5 @@
-"""Targets that our own decoder does not run: their shape and the names of their matrices, through
-transformers.
-
-It builds the model without memory, only to name its parts: nothing is run and no layer is loaded.
+"""Targets that our own decoder does not run: their shape, and the names of their matrices by
+transformers' model, which is built without memory.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from eyas.model.arrays import Array
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.weights import read_arrays, read_shapes
 
-# SpecForge's head for DeepSeek-V3 has 8 key and value heads, as Llama 3 and Qwen3 have
+# as SpecForge's head for DeepSeek-V3, Llama 3 and Qwen3
 MLA_HEAD_DIM, MLA_KEY_VALUE_HEADS = 128, 8
 NORM_EPSILONS = (
     "rms_norm_eps",
@@ -38,9 +36,10 @@ NORM_EPSILONS = (
     "layernorm_epsilon",
 )
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
-# Of another library, as it reads a config, loads a model, runs it, or keeps another past or none.
+# of transformers, as it reads a config, and loads or runs a model
 FAULTS = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-QUANTISATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # others' own
+QUANTISATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+VALUE_HEADS = ("v_head", "value_head")
 ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "
     "without code of their own"
@@ -48,8 +47,8 @@ ANOTHER = (
 
 
 def transformers_config(folder: str | Path) -> Any:
-    """transformers' config of a folder, with nothing downloaded and no code of the model's own run.
-    Raises MismatchError.
+    """transformers' config of a folder; no download, and no code of the model runs. Raises
+    MismatchError.
     """
     stated = read_config(folder)
     try:
@@ -65,9 +64,7 @@ def transformers_config(folder: str | Path) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """What of transformers loads such a model; of one that sees images too, the decoder is used.
-    Raises MismatchError for what is no language model.
-    """
+    """transformers' class for a (multimodal) language model. Raises MismatchError."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -78,7 +75,7 @@ def auto_class(config: Any) -> Any:
 
 
 def shape_of(config: Any, folder: str | Path) -> TargetShape:
-    """The shape in a transformers config. Raises MismatchError for what is no decoder of layers."""
+    """The shape in a transformers config. Raises MismatchError if it has no sizes of a decoder."""
     text = usual_layer(config.get_text_config(decoder=True))
     given: dict[str, Any] = {
         name: getattr(text, name, None)
@@ -112,9 +109,7 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
 
 
 def usual_layer(text: Any) -> Any:
-    """The config of the kind of layer that the target has most of: Gemma 4's full attention has
-    heads of another size than its windows.
-    """
+    """The config of the most frequent kind of layer (Gemma 4's kinds differ in their heads)."""
     if not getattr(text, "is_heterogeneous", False):
         return text
     sizes = "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
@@ -123,11 +118,11 @@ def usual_layer(text: Any) -> Any:
 
 
 def head_attention(text: Any, hidden: int) -> dict[str, int]:
-    """Attention heads of a draft head for such a target: the target's own.
+    """Attention heads of a draft head: the target's own.
 
-    A draft head has no compressed state as in MLA (DeepSeek, Kimi), where the target's numbers
-    would mean 128 pairs of keys and values a token: it gets heads of the size of the target's
-    values, as many as fill the width, and MLA_KEY_VALUE_HEADS.
+    For MLA (DeepSeek, Kimi), whose compressed state a draft head lacks, these would be 128 pairs of
+    keys and values a token: it gets heads of the size of the target's values, as many as fill the
+    width, and MLA_KEY_VALUE_HEADS.
     """
     if getattr(text, "kv_lora_rank", None):
         size = _number(text, "v_head_dim") or MLA_HEAD_DIM
@@ -143,10 +138,8 @@ def head_attention(text: Any, hidden: int) -> dict[str, int]:
 
 
 def mlp_width(text: Any, hidden: int) -> int:
-    """The MLP of a draft head for such a target: its dense MLP's, or what its experts have together
-    for one token, whichever is more.
-
-    gpt-oss and Mixtral write an expert's width where others write the dense one.
+    """The MLP's width of a draft head: the dense MLP's or that of a token's experts together,
+    whichever is more (gpt-oss and Mixtral state an expert's as intermediate_size).
     """
     dense = _number(text, "intermediate_size") or 4 * hidden
     expert = _number(text, "moe_intermediate_size") or dense
@@ -155,9 +148,9 @@ def mlp_width(text: Any, hidden: int) -> int:
 
 
 def head_rope(parameters: Any) -> RopeConfig:
-    """The rotary embedding of a head: the target's own, or its base alone where heads lack more.
+    """The rotary embedding of a head: the target's, or only its base if heads have no such kind.
 
-    parameters: transformers' `rope_parameters`; of several kinds of layers, full attention's.
+    parameters: transformers' `rope_parameters`; full attention's, if by kind of layer.
     """
     if not parameters:
         return RopeConfig()
@@ -183,16 +176,13 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array
 
 
 def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
-    """What a checkpoint calls embed_tokens and lm_head; no tensor is read. Raises MismatchError,
-    MissingInputError, CorruptError.
-
-    They are found by their shape and the model's own names for them.
+    """A checkpoint's names of embed_tokens and lm_head, by shape and the model's own names; no
+    tensor is read. Raises MismatchError, MissingInputError, CorruptError.
     """
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
     embed_name, head_name = _names(transformers_config(folder))
-    # checkpoints have prefixes of their own for the decoder (`language_model.`): of stored names
-    # the only one counts that has the same last two parts
+    # checkpoints have other prefixes (`language_model.`): the last two parts decide, if unique
     stored = []
     for name in (embed_name, head_name):
         last = "." + ".".join(name.split(".")[-2:])
@@ -215,9 +205,7 @@ def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
 
 
 def _names(config: Any) -> tuple[str, str]:
-    """What the model calls its embeddings and its lm_head. Raises MismatchError for one without, or
-    with a bias.
-    """
+    """The model's own names of both. Raises MismatchError if one is absent or has a bias."""
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     owners = {id(module): name for name, module in model.named_modules()}
@@ -235,11 +223,10 @@ def _names(config: Any) -> tuple[str, str]:
 def refuse_partly_loaded(
     folder: Path, config: Any, shape: TargetShape, loaded: Mapping[str, Any]
 ) -> None:
-    """Raise MismatchError for tensors that transformers fills at random (missing, of another shape)
-    or drops (unexpected); it only warns. loaded: its `output_loading_info`.
+    """Raise MismatchError for tensors that transformers, with a warning, fills at random (missing,
+    of another shape) or drops (unexpected). loaded: its `output_loading_info`.
 
-    What it knows to be tied or left out is not among them. Of a quantised checkpoint its quantiser
-    takes scales by names of its own: there only what is missing counts.
+    A quantiser has scales of its own names: there unexpected tensors do not count.
     """
     faults = [f"{name} is missing" for name in sorted(loaded["missing_keys"])]
     for name, stored, wanted in sorted(loaded["mismatched_keys"]):
@@ -265,12 +252,9 @@ def refuse_partly_loaded(
     )
 
 
-VALUE_HEADS = ("v_head", "value_head")
-
-
 def _is_beside(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of an encoder of images or sounds, of a layer for multi-token prediction,
-    or of a value head, which training by reinforcement leaves.
+    """Whether a tensor is of an encoder of images or sounds, of multi-token prediction, or of a
+    value head, which reinforcement learning leaves.
     """
     parts = name.split(".")
     layer = re.search(r"\blayers\.(\d+)\.", name)
@@ -280,11 +264,11 @@ def _is_beside(name: str, num_layers: int) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception of another library says, in brief."""
+    """The first line of another library's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _number(text: Any, name: str) -> int | None:
-    """A whole number of a config; some keep a list with one for each layer."""
+    """A whole number of a config; of a list by layer the largest."""
     value = getattr(text, name, None)
     return max(value) if isinstance(value, list) else value

@@ -1,17 +1,15 @@
-"""The draft head: EAGLE-3's one decoder layer over [embedding, feature], in differentiable PyTorch.
-
-Order and names of weights are EAGLE-3's (arXiv 2503.01840). Weights start as NaN: they are loaded,
-or drawn by `train.start.initialise`.
+"""The draft head: EAGLE-3's one decoder layer over [embedding, feature] (arXiv 2503.01840), in
+PyTorch. Weights start as NaN: they are loaded, or drawn by `train.start.initialise`.
 
     f = fc(aux_hidden)                                  once, on the target's features
     x = [input_layernorm(embedding), hidden_norm(h)]    h = f, then the layer's output, un-normed
     h = h + o(attention(x)) ;  h = h + mlp(post_attention_layernorm(h))
     logits = lm_head(norm(h))
 
-Four flags of the config change it, as published heads need it:
+Flags for published heads:
 
-    norm_before_fc          aux_hidden is normed as a whole before fc
-    fc_norm                 each of its three streams is
+    norm_before_fc          aux_hidden is normed before fc, as a whole
+    fc_norm                 its three streams are, each
     norm_before_residual    h = hidden_norm(h) + o(attention(x))
     norm_output             the layer puts out, and is fed, norm(h); logits = lm_head of that
 
@@ -40,31 +38,26 @@ KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 
 
 def rotation(rope: RopeConfig, dims: int, positions: Tensor) -> Rotation:
-    """Cosines and sines of integer positions [...], float32 [..., dims] each; the second half
-    repeats the first.
-    """
-    frequencies = frequencies_on(rope, dims, positions.device)
+    """Cosines and sines of integer positions [...], float32 [..., dims] each, in equal halves."""
+    frequencies = _frequencies_on(rope, dims, positions.device)
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 @functools.cache
-def frequencies_on(rope: RopeConfig, dims: int, device: torch.device) -> Tensor:
-    """`inverse_frequencies`, copied to a device once."""
+def _frequencies_on(rope: RopeConfig, dims: int, device: torch.device) -> Tensor:
     return torch.from_numpy(inverse_frequencies(rope, dims)).to(device)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [..., dims] by cos, sin broadcastable to it; the result has the dtype of x times that
-    of the table.
-    """
+    """Rotate x [..., dims] by cos, sin that broadcast to it."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class RmsNorm(nn.Module):
-    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider, in the dtype of x."""
+    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider; the dtype is x's."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -72,13 +65,13 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)  # of one dtype the norm is one kernel on a GPU
+        weight = self.weight.to(x.dtype)  # with one dtype it is one kernel on a GPU
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class Attention(nn.Module):
-    """The four projections; what attends to what is the caller's."""
+    """The four projections; the caller computes attention."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -116,9 +109,9 @@ class Midlayer(nn.Module):
 class Head(nn.Module):
     """A draft head of `config`'s shape. `forward` takes embeddings: the target's or the head's own.
 
-    embed_tokens [V, H], float32: of a published head that has its own; neither trained nor written.
-    feature_scale [3 H], float32: what fc's inputs are multiplied by while a new head is trained; it
-    is folded into fc before the head is written (`train.start.fit_to_features`).
+    embed_tokens [V, H], float32: a published head's own; not trained or written. feature_scale
+    [3 H], float32: multiplies fc's inputs in training, and is folded into fc before the head is
+    written (`train.start.fit_to_features`).
     """
 
     d2t: Tensor
@@ -132,7 +125,7 @@ class Head(nn.Module):
         self.register_buffer("embed_tokens", None, persistent=False)
         self.register_buffer("feature_scale", None)
         H, W = config.hidden_size, config.draft_vocab_size
-        with torch.device("meta"):  # no time for random numbers that are never used
+        with torch.device("meta"):  # skip random initialisation
             if config.norm_before_fc:
                 self.input_norm = RmsNorm(3 * H, config.rms_norm_eps)
             if config.fc_norm:
@@ -149,8 +142,6 @@ class Head(nn.Module):
         self.lm_head.requires_grad_(config.train_lm_head)
         self.set_vocabulary(torch.zeros(W, dtype=torch.int64), torch.arange(config.vocab_size) < W)
 
-    # Weights
-
     def set_vocabulary(self, d2t_offset: Tensor, t2d_mask: Tensor) -> None:
         """Take d2t_offset int64 [W] and t2d_mask bool [V]."""
         self.d2t.copy_(d2t_offset)
@@ -161,10 +152,10 @@ class Head(nn.Module):
         """The target's id of each draft token, int64 [W]."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    # The layer in its parts; `unroll` calls them in EAGLE's order
+    # Parts of the layer, which `unroll` calls
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """[..., 3 H] -> [..., H]: the target's three streams as one feature."""
+        """[..., 3 H] -> [..., H]: the target's three streams to one feature."""
         fused: Tensor = self.fc(self.fc_inputs(aux_hidden))
         return fused
 
@@ -188,7 +179,7 @@ class Head(nn.Module):
         return rotation(self.config.rope, self.config.head_dim, positions)
 
     def queries(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> [..., Hq, D], turned by the `rotation` of their positions."""
+        """[..., X] -> [..., Hq, D], rotated to their positions."""
         return self._turned(self.midlayer.self_attn.q_proj(x), turn)
 
     def keys(self, x: Tensor, turn: Rotation) -> Tensor:
@@ -201,7 +192,7 @@ class Head(nn.Module):
         return self._by_head(projected)
 
     def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """What the layer was fed [..., H] and attention's output [..., Hq, D] -> [..., H]."""
+        """The layer's input [..., H] and attention's output [..., Hq, D] -> [..., H]."""
         if self.config.norm_before_residual:
             residual = self.midlayer.hidden_norm(residual)
         hidden: Tensor = residual + self.midlayer.self_attn.o_proj(mixed.flatten(-2))
@@ -228,14 +219,11 @@ class Head(nn.Module):
         cos, sin = (table.to(projected.dtype).unsqueeze(-2) for table in turn)
         return apply_rope(self._by_head(projected), cos, sin)
 
-    # The plain forward
-
     def forward(
         self, embeds_BTH: Tensor, hidden_BTH: Tensor, past: KeysValues | None = None
     ) -> tuple[Tensor, KeysValues]:
-        """The layer's output [B, T, H] of T slots after those in `past`, and all keys and values.
-
-        The plain reference: causal attention written out.
+        """The plain reference: the layer's output [B, T, H] for T slots after those in `past`, and
+        all keys and values.
         """
         T, S = hidden_BTH.shape[1], past[0].shape[1] if past is not None else 0
         positions_T = torch.arange(S, S + T, device=hidden_BTH.device)
@@ -263,10 +251,8 @@ class Head(nn.Module):
 def load_head(
     folder: str | Path, target: TargetShape | None = None, target_lm_head: Tensor | None = None
 ) -> Head:
-    """A head of any form that `checkpoint` reads, in float32; `target` as in `read_head`.
-
-    target_lm_head [V, H]: for heads that use it, having none. Raises MissingInputError,
-    CorruptError, MismatchError.
+    """A head of any form, in float32; target: as in `read_head`. target_lm_head [V, H]: for heads
+    without one. Raises MissingInputError, CorruptError, MismatchError.
     """
     config, tensors = read_head(folder, target)
     if LM_HEAD not in tensors:
@@ -280,7 +266,7 @@ def load_head(
 
 
 def head_of(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Head:
-    """A head of these weights, by EAGLE's names, in float32. embed_tokens.weight: its own."""
+    """A head of these weights by EAGLE's names, in float32."""
     head, weights = Head(config), dict(tensors)
     embed_tokens = weights.pop(EMBED_TOKENS, None)
     head.load_state_dict(weights)
@@ -289,5 +275,5 @@ def head_of(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Head:
 
 
 def head_files(head: Head) -> dict[str, bytes]:
-    """The files of a head in our own form, by name; weights in the head's dtype."""
+    """The files of a head in our own form, by name, in the head's dtype."""
     return write_head(head.config, head.state_dict(), "eyas")

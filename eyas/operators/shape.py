@@ -1,7 +1,6 @@
-"""The shape of any target, and its embedding and output matrices as they are stored.
+"""The shape of any target, and its embedding and output matrices as stored.
 
-What our own decoder runs is read here; of other targets `foreign` is asked, which needs
-transformers and is loaded for them alone.
+`foreign`, which needs transformers, is imported only for targets that our decoder does not run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from eyas.model.weights import array_sha256, read_arrays
 
 
 def target_shape(folder: str | Path) -> TargetShape:
-    """A target's shape: a TargetConfig where our own decoder runs it. Raises MissingInputError,
+    """A target's shape; a TargetConfig if our own decoder runs it. Raises MissingInputError,
     CorruptError, MismatchError.
     """
     try:
@@ -33,9 +32,7 @@ def target_shape(folder: str | Path) -> TargetShape:
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrices:
-    """What a head borrows from its target: embed_tokens and lm_head [V, Ht] as they are stored,
-    and the digest of the latter.
-    """
+    """What a head borrows from its target: embed_tokens and lm_head [V, Ht] as stored."""
 
     config: TargetShape
     embed_tokens: Array
@@ -44,9 +41,8 @@ class StoredMatrices:
 
     @classmethod
     def load(cls, folder: str | Path) -> StoredMatrices:
-        """Read the two matrices of a Hugging Face folder, and none of its layers.
-
-        Raises MissingInputError, CorruptError, MismatchError.
+        """Read both from a Hugging Face folder, and no layer. Raises MissingInputError,
+        CorruptError, MismatchError.
         """
         config = target_shape(folder)
         if isinstance(config, TargetConfig):
@@ -70,7 +66,7 @@ class StoredMatrices:
 
 
 def refuse_unnamed(folder: str | Path, shape: TargetShape) -> None:
-    """Raise what `StoredMatrices.load` would raise of names, before any tensor is read."""
+    """Raise what `StoredMatrices.load` would raise for names, before tensors are read."""
     if not isinstance(shape, TargetConfig):
         _foreign().matrix_names(folder, shape)
 

@@ -1,4 +1,4 @@
-"""Weights and states as PyTorch's tensors, which share their memory with NumPy's arrays."""
+"""PyTorch's tensors that share their memory with NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from eyas.model.dialects import Form
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Does PyTorch multiply bfloat16 in less time than float32? On GPUs and on CPUs with AVX-512,
-    AMX or ARM's bfloat16; on others in twenty times the time.
+    """Whether PyTorch multiplies bfloat16 faster than float32: on GPUs, and CPUs with AVX-512, AMX
+    or ARM's bfloat16; others take twenty times as long.
     """
     return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -30,7 +30,7 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The same numbers as an array; copied where they are on another device."""
+    """The same numbers as an array; copied from another device."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(BFLOAT16)

@@ -1,32 +1,24 @@
 """The unroll of training-time test (TTT): K steps of a head from many slots at once.
 
-A pure function of the layer (`Layer`), features and embeddings.
-
-Slot t holds the feature of tokens x_0 .. x_t and the embedding of x_{t+1}; step 0 predicts x_{t+2},
-step i x_{t+2+i}. Step i feeds back the state of step i - 1 with the embedding of x_{t+1+i}: the
-true token in training, the head's own draft when it runs free. What slot 2 sees, s(t,i) being slot
-t at step i:
+Slot t holds the feature of tokens x_0 .. x_t and the embedding of x_{t+1}; step i predicts
+x_{t+2+i} from the state of step i - 1 and the embedding of x_{t+1+i}: the true token in training,
+else the head's own draft. What slot 2 sees, s(t,i) being slot t at step i:
 
     step 0   [s(0,0) s(1,0) s(2,0)]
     step 1   [s(0,0) s(1,0) s(2,0)] [s(2,1)]                  the last key turned to position 2 + 1
     step 2   [s(0,0) s(1,0) s(2,0)] [s(2,1) s(2,2)]
 
-which is what a server's draft sees: exact keys up to its slot, its own guesses after. Steps 1 and
-later are seen by their own slot alone, so only the slots in `Slots` are computed, and a slot has T
-+ i scores at step i, never T x K.
+as a server's draft does: exact keys up to its slot, its own guesses after it. A slot alone sees its
+steps 1 and later, so only the slots in `Slots` are computed, with T + i scores at step i.
 
-A batch is one stream of its B x T tokens. Attention takes the slots a tile at a time, and a tile
-looks at the tokens from the begin of its first row to its last slot: no mask and no scores of T x T
-are made. A CPU computes the scores of a tile once more in the backward; a GPU has one kernel for
-all tiles.
+A batch is one stream of B x T tokens. Attention runs by tiles of slots over the tokens from the
+begin of a tile's first row to its last slot, without T x T masks or scores. A CPU recomputes a
+tile's scores in the backward; a GPU has one kernel for all tiles. With `recompute` the backward
+recomputes all but the layer's inputs and attention's (Chen et al., arXiv 1604.06174).
 
-With `recompute` only the layer's inputs and attention's queries, keys, values and output are kept
-for the backward; the rest, above all the MLP's, is computed again, some rows at a time (Chen et
-al., arXiv 1604.06174).
-
-Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
-the width of the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries
-and keys, D head dimension, K steps, i the steps before the current one.
+Letters: B batch, T sequence, M = B T, N slots, n slots of a tile, c its tokens, A width of the
+three streams, H hidden, X the layer's input, Hq and Hk heads of queries and keys, D head dimension,
+K steps, i steps before the current one.
 """
 
 from __future__ import annotations
@@ -44,16 +36,15 @@ from torch.utils.checkpoint import checkpoint
 Rotation = tuple[Tensor, ...]  # cosines, sines
 Tables = TypeVar("Tables", bound=tuple[Any, ...])
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
-BLOCK = 128  # slots of a tile, and of a GPU's block mask tokens too
-# Rows computed again at a time: an MLP of 28,672 columns keeps 0.9 GB of them in bf16. Fewer cost
-# time: for each part the weights are cast to the precision of the maths anew.
+BLOCK = 128  # slots of a tile, and tokens of a GPU's block mask
 MOST_GRAPHS = 64
+# An MLP of 28,672 columns keeps 0.9 GB of them in bf16. Weights are cast anew for each part.
 RECOMPUTED_ROWS = 4096
-COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it: few sizes
+COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it, for few sizes
 
 
 class Layer(Protocol):
-    """What the unroll calls of a head; `operators.head.Head` is one and says the shapes."""
+    """What the unroll calls; `operators.head.Head` has the shapes."""
 
     def fuse(self, aux_hidden: Tensor) -> Tensor: ...
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor: ...
@@ -65,7 +56,7 @@ class Layer(Protocol):
 
 
 class TileRange(NamedTuple):
-    """A tile's slots begin .. end - 1 of the N, and the tokens low .. high - 1 of the M it sees."""
+    """A tile's slots [begin, end) of N, and the tokens [low, high) of M that it sees."""
 
     begin: int
     end: int
@@ -74,12 +65,11 @@ class TileRange(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The N slots to unroll out of B x T, row by row.
+    """The N slots to unroll out of B x T, row by row; int32.
 
-    All int32. flat_N = b * T + t. slot_N: t. first_N: b * T, where in the stream of B x T tokens
-    its row begins. tiles: the N slots by tiles. window: how many positions a slot sees, that of
-    its own step among them, at least as many as the unroll has; None is all. kept_N: where they are
-    among the slots of the step before; None at step 0. blocks: of a GPU's BlockMask.
+    flat_N = b * T + t. slot_N: t. first_N: b * T. window: positions that a slot sees, its own step
+    included, at least the unroll's; None is all. kept_N: their numbers among the slots of the step
+    before; None at step 0. blocks: of a GPU's BlockMask.
     """
 
     flat_N: Tensor
@@ -92,20 +82,18 @@ class Slots(NamedTuple):
 
     @classmethod
     def where(cls, active_BT: Tensor, window: int | None = None) -> Slots:
-        """The slots where a bool [B, T] is true, one at least, on the device of active_BT."""
+        """The slots where a bool [B, T] is true (one at least), on its device."""
         device, flat_N = active_BT.device, active_BT.cpu().flatten().nonzero().squeeze(1)
         return sent(cls.of(flat_N, active_BT.shape, window, device.type), device)
 
     @classmethod
     def of(cls, flat_N: Tensor, size: Sequence[int], window: int | None, kind: str) -> Slots:
-        """These slots, in ascending order, on the CPU. size: B and T. kind: of the device that
-        they are for.
-        """
+        """These ascending slots, on the CPU. size: B and T. kind: of their device."""
         assert len(flat_N) > 0, "no slot to unroll"
         B, T = size
         first_N, slot_N = flat_N // T * T, flat_N % T
         looks_N = first_N if window is None else torch.maximum(first_N, flat_N - window + 1)
-        # slots ascend: a tile's first and last one bound what it looks at
+        # slots ascend: the first and last one bound a tile's tokens
         begins = list(range(0, len(flat_N), BLOCK))
         ends = [min(begin + BLOCK, len(flat_N)) for begin in begins]
         lows, highs = looks_N[begins].tolist(), flat_N[[end - 1 for end in ends]].tolist()
@@ -126,8 +114,8 @@ class Slots(NamedTuple):
 
 
 def sent(tree: Tables, device: str | torch.device) -> Tables:
-    """A tree of tuples with its tensors, int32 on the CPU, on a device: by one copy, which no one
-    waits for. A tensor that is there twice is one tensor there.
+    """A tree of tuples, its int32 tensors sent from the CPU to a device by one asynchronous copy.
+    A tensor that occurs twice stays one.
     """
     if torch.device(device).type == "cpu":
         return tree
@@ -155,10 +143,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yield the layer's un-normed output [N, H] of each of the K steps.
 
-    aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t. What
-    lies beyond a slot or before its row is never seen. slots_K: the slots of each step, each
-    among those of the step before; N is their number. next_embeds(i, output of step i - 1 [N, H])
-    -> [N, H]: the embeddings that step i takes, for i > 0. recompute: see `by_rows`.
+    aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t.
+    slots_K: the N slots of each step, all of them slots of the step before. next_embeds(i, output
+    of step i - 1 [N, H]) -> [N, H]: embeddings for step i > 0. recompute: see `by_rows`.
     """
 
     def fed(embeds: Tensor, hidden: Tensor, *turn: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +157,7 @@ def unroll(
         return layer.queries(x, turn), key, value
 
     slots, (B, T, _) = slots_K[0], aux_hidden_BTA.shape
-    # one table for all: no position lies behind a row's last one and the steps after it
+    # positions end with a row's last one and the steps after it
     places = torch.arange(T + len(slots_K), device=aux_hidden_BTA.device)
     table = layer.rotation(places)
 
@@ -206,10 +193,8 @@ def unroll(
 def by_rows(
     function: Callable[..., tuple[Tensor, ...]], recompute: bool, *rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """function(*rows), a function of each row alone, [N, ...] each.
-
-    recompute: of what it computes only the results are kept; the backward computes the rest again,
-    RECOMPUTED_ROWS at a time.
+    """function(*rows), a function of each row [N, ...] alone. recompute: only the results are kept;
+    the backward computes the rest again, RECOMPUTED_ROWS at a time.
     """
     if not recompute:
         return function(*rows)
@@ -219,7 +204,7 @@ def by_rows(
 
 
 def again(function: Callable[..., Result], *given: Tensor) -> Result:
-    """function(*given), of which only the arguments are kept: the backward computes it again."""
+    """function(*given), which the backward computes again from its arguments."""
     made: Result = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
     return made
 
@@ -229,12 +214,12 @@ def attend(
 ) -> Tensor:
     """Attention of the slots' queries [N, Hq, D] -> [N, Hq, D].
 
-    A slot sees the shared keys and values [M, Hk, D] of its row up to itself, and its own i
-    pairs [N, Hk, D] of the steps before and of this one. own: all keys, then all values. Softmax in
-    float32 or wider. For the backward only the arguments are kept, and on a GPU the output.
+    A slot sees the shared keys and values [M, Hk, D] of its row up to itself, and its own i pairs
+    [N, Hk, D] up to this step. own: all keys, then all values. Softmax in float32 or wider. The
+    backward needs only the arguments, and on a GPU the output.
     """
     first_N = slots.first_N
-    if slots.window is not None:  # at step i a slot stands i positions behind its token
+    if slots.window is not None:  # at step i a slot is i positions past its token
         past = len(own) // 2 + 1 - slots.window
         first_N = torch.maximum(first_N, slots.flat_N + past)
     with torch.autocast(queries.device.type, enabled=False):
@@ -254,9 +239,8 @@ def attend(
 def plain_attention(
     unseen_nc: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor
 ) -> Tensor:
-    """As `attend` for n slots and c tokens. unseen_nc: bool, those beyond a slot or before its
-    row. Own keys and values are multiplied in float32 or wider: a CPU multiplies these
-    elementwise twice as fast as bf16.
+    """As `attend` for n slots and c tokens. unseen_nc: bool. Own keys and values are multiplied in
+    float32 or wider: elementwise, a CPU is twice as fast as with bf16.
     """
     (n, _, D), (c, Hk, _) = queries.shape, keys.shape
     queries_hgnD = queries.view(n, Hk, -1, D).permute(1, 2, 0, 3) * D**-0.5
@@ -285,9 +269,8 @@ def fused_attention(
     values: Tensor,
     own: Sequence[Tensor],
 ) -> Tensor:
-    """As `attend`: torch's FlexAttention (arXiv 2412.05496) over the shared keys, and its result
-    weighted against a slot's own keys by the logarithm of its softmax's sum. first_N: the first
-    token that each slot sees at this step.
+    """As `attend`: torch's FlexAttention (arXiv 2412.05496) over the shared keys, weighted against
+    a slot's own keys by its softmax's log-sum. first_N: the first token that each slot sees.
     """
     (N, Hq, D), (M, Hk, _), i = queries.shape, keys.shape, len(own) // 2
     last_N = slots.flat_N
@@ -319,8 +302,8 @@ def fused_attention(
 def flex_kernel(kind: str) -> Callable[..., Any]:
     """FlexAttention compiled for a type of device; a CPU's has no backward and is for tests.
 
-    Batches differ in their sizes, and it is compiled with gradients and without: beyond dynamo's
-    own limit of 8 graphs it would compute all scores, without a word.
+    Sizes vary, with gradients and without: beyond dynamo's limit of 8 graphs it would silently
+    compute all scores.
     """
     plain: Callable[..., Any] = flex_attention
     if kind == "cpu":
@@ -332,9 +315,9 @@ def flex_kernel(kind: str) -> Callable[..., Any]:
 def blocks_of(
     tiles: Sequence[TileRange], flat_N: Tensor, looks_N: Tensor | None, M: int
 ) -> tuple[Tensor, ...]:
-    """The tables of a BlockMask for tiles of BLOCK slots: which blocks of tokens a tile sees, and
-    which of these as a whole; both again by block of tokens. looks_N: the first token that a slot
-    sees; None where that changes from step to step, and no block is known to be seen as a whole.
+    """The tables of a BlockMask for tiles of BLOCK slots: the blocks of tokens that a tile sees in
+    part, and as a whole; both again by block of tokens. looks_N: the first token that a slot sees;
+    None if it changes with the step, and no block counts as whole.
     """
     ends = torch.tensor([[low // BLOCK, -(-high // BLOCK)] for _, _, low, high in tiles]).unsqueeze(
         -1

@@ -19,23 +19,22 @@ from eyas.operators.shape import StoredMatrices
 from eyas.operators.tensors import multiplies_bf16, tensor_of
 from eyas.operators.ttt import widened
 
-# Of `TargetVocabulary.best`:
+# of `TargetVocabulary.best`:
 ROWS_AT_ONCE = 1024
-COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens: of a product, and of what is looked at as one
-# How far below the best a logit in bf16 may be, of 1 + itself: each of the two may be off by 2^-9,
-# twice that is to be sure.
+COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens of a product, and of a block in the search
+# How far below the best a bf16 logit may be, of 1 + itself: twice the rounding of both, 2^-9 each.
 SHORT_OF_BEST = 2**-7
 MOST_BLOCKS = 8  # for each row; more are equal logits, as of a hidden state of zeros
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Scores or logits softly capped, as Gemma 2 does: cap * tanh(x / cap)."""
+    """Gemma 2's soft cap: cap * tanh(x / cap)."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def products(hidden_RH: Tensor, rows_CH: Tensor) -> Tensor:
-    """hidden_RH @ rows_CH.T in float32, or the dtype of rows_CH if that is wider. A GPU multiplies
-    matrices in bf16 as they are: each product is exact, and the sums are float32.
+    """hidden_RH @ rows_CH.T in float32, or the dtype of rows_CH if wider. A GPU multiplies bf16
+    matrices directly: products are exact, sums are float32.
     """
     if rows_CH.is_cuda and hidden_RH.dtype == rows_CH.dtype == torch.bfloat16:
         return torch.mm(hidden_RH, rows_CH.T, out_dtype=torch.float32)
@@ -44,10 +43,10 @@ def products(hidden_RH: Tensor, rows_CH: Tensor) -> Tensor:
 
 
 def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Keep the `draft_vocab_size` most counted tokens, of equal counts the lower id; ids ascending.
+    """Keep the `draft_vocab_size` most frequent tokens, of equal counts the lower id; ascending.
 
-    counts_V: int64 [V]. Returns d2t_offset int64 [W] (target id = draft id + d2t_offset[draft id])
-    and t2d_mask bool [V]. Raises ConfigError when the target has fewer tokens than are asked for.
+    counts_V: int64. Returns d2t_offset int64 [W] (target id = draft id + d2t_offset[draft id]) and
+    t2d_mask bool [V]. Raises ConfigError for more tokens than the target has.
     """
     V, W = len(counts_V), draft_vocab_size
     if not 0 < W <= V:
@@ -62,10 +61,10 @@ def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, T
 
 @dataclass(frozen=True, slots=True)
 class TargetVocabulary:
-    """What a head borrows from its target: embed_tokens [V, Ht] and lm_head [V, Ht], both frozen.
+    """What a head borrows from its target: embed_tokens and lm_head [V, Ht], both frozen.
 
-    lm_head includes the scale of the logits; lm_head_sha256 is of what is stored. short_lm_head:
-    lm_head in bf16, where that is exact, on a CPU that multiplies it.
+    lm_head includes the logits' scale; lm_head_sha256 is of the stored matrix. short_lm_head:
+    lm_head in bf16, if that is exact and the CPU multiplies it.
     """
 
     config: TargetShape
@@ -76,9 +75,8 @@ class TargetVocabulary:
 
     @classmethod
     def load(cls, folder: str | Path) -> TargetVocabulary:
-        """Read the two matrices of a Hugging Face folder, and none of its layers, as float32.
-
-        Raises MissingInputError, CorruptError, MismatchError.
+        """Read both as float32 from a Hugging Face folder, and no layer. Raises MissingInputError,
+        CorruptError, MismatchError.
         """
         read = StoredMatrices.load(folder)
         config, stored = read.config, tensor_of(read.lm_head)
@@ -92,28 +90,28 @@ class TargetVocabulary:
         return cls(config, embed_tokens, lm_head, read.lm_head_sha256, short)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """The target's logits [R, V] behind last hidden states [R, Ht]."""
+        """The target's logits [R, V] of last hidden states [R, Ht]."""
         return self.capped(products(hidden_RH.to(self.lm_head.device), self.lm_head))
 
     def capped(self, logits: Tensor) -> Tensor:
-        """lm_head's output with the soft cap of Gemma 2, which changes no argmax."""
+        """lm_head's output, softly capped, which changes no argmax."""
         return capped(logits, self.config.logit_softcap)
 
     def best(self, hidden_RH: Tensor) -> Tensor:
-        """The argmax of the target's logits as `products` has them, int64 [R]; of equal logits the
-        smallest id wins. hidden_RH: last hidden states as stored.
+        """The argmax of the target's logits (`products`), int64 [R]; of equal ones the lowest id.
+        hidden_RH: last hidden states as stored.
         """
         return torch.cat([self._best(part) for part in torch.split(hidden_RH, ROWS_AT_ONCE)])
 
     def _best(self, hidden_RH: Tensor) -> Tensor:
-        """Where hidden states and lm_head are bf16, on a CPU, products in bf16 find the tokens that
-        can be the best, and only their logits are computed in full: a quarter of the time.
+        """Of bf16 states and lm_head on a CPU, bf16 products find the candidates for the best
+        token, and only their logits are computed in full: a quarter of the time.
         """
         if self.short_lm_head is not None and hidden_RH.dtype == torch.bfloat16:
             row_N, block_N = self._blocks_of_best(hidden_RH, self.short_lm_head)
             if len(row_N) <= MOST_BLOCKS * len(hidden_RH):
                 return self._best_of(hidden_RH.to(self.lm_head.dtype), row_N, block_N)
-        if not hidden_RH.is_cpu:  # it has no cache to stay in: all columns are fewer launches
+        if not hidden_RH.is_cpu:  # no cache to stay in: one launch for all columns
             return products(hidden_RH, self.lm_head).argmax(-1)
         hidden_RH = hidden_RH.to(self.lm_head.dtype)
         best_R = hidden_RH.new_full((len(hidden_RH),), -math.inf)
@@ -128,9 +126,7 @@ class TargetVocabulary:
     @staticmethod
     def _blocks_of_best(hidden_RH: Tensor, short_VH: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs of row and block of BLOCK tokens that can hold the row's best token, int64 [N]
-        each.
-
-        Sums of a bf16 product are float32: a logit is off by its own rounding, 2^-9 of it.
+        each. A product's sums are float32: a bf16 logit is off by its own rounding, 2^-9 of it.
         """
         by_column, most = hidden_RH.T.contiguous(), []
         for part_CH in torch.split(short_VH, COLUMNS_AT_ONCE):
@@ -148,7 +144,7 @@ class TargetVocabulary:
     def _best_of(self, hidden_RH: Tensor, row_N: Tensor, block_N: Tensor) -> Tensor:
         """As `best`, among these blocks of each row; D tokens of a block."""
         V, R = len(self.lm_head), len(hidden_RH)
-        # a last block that is not whole repeats the last token
+        # an incomplete last block repeats the last token
         ids_ND = (block_N[:, None] * BLOCK + torch.arange(BLOCK)).clamp(max=V - 1)
         logits_ND = torch.bmm(self.lm_head[ids_ND], hidden_RH[row_N].unsqueeze(2)).squeeze(2)
         best_N, place_N = logits_ND.max(-1)
@@ -158,7 +154,7 @@ class TargetVocabulary:
         return ids_N.new_full((R,), V).scatter_reduce(0, row_N, ids_N, "amin")
 
     def to(self, device: str, dtype: torch.dtype = torch.float32) -> TargetVocabulary:
-        """The same on a device. dtype bfloat16: a GPU holds a matrix in it where that is exact."""
+        """The same on a device. dtype bfloat16: a GPU holds a matrix in it if that is exact."""
 
         def moved(matrix: Tensor) -> Tensor:
             there = matrix.to(device)

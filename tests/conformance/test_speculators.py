@@ -1,9 +1,7 @@
-"""Our vLLM form in the hands of the project that defines it: speculators loads, computes, converts
-and saves the same head.
+"""speculators, which defines our vLLM form, loads, computes, converts and saves the same head.
 
-Optional: runs where speculators is installed (requirements.txt beside this file says how; `make
-test` does it), and skips elsewhere. A speculators that is there and cannot be imported is a
-failure.
+Skipped unless speculators is installed (requirements.txt; `make test` does it); if it is and cannot
+be imported, that is a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from eyas.operators.tensors import read_head
 from eyas.operators.ttt import Slots, unroll
 from eyas.operators.vocab import TargetVocabulary
 from tests.tiny import tiny_target
-from tests.tiny_head import edit_config, head_folder
+from tests.tiny_head import edit_config, head_folder, with_flags
 
 if importlib.util.find_spec("speculators") is None:
     pytest.skip(
@@ -34,15 +32,6 @@ convert = importlib.import_module("speculators.convert.eagle.eagle3_converter")
 
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings are theirs
 T, STEPS = 24, 3
-FLAGS = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
-    {"fc_norm": True},
-    {"norm_output": True},
-    # what they train by default
-    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -63,27 +52,21 @@ def target(request, tmp_path_factory) -> Path:
 
 
 def theirs(folder: Path):
-    """The head as speculators builds and loads it, with attention written out."""
+    """speculators' own model, with attention written out."""
     config = speculators.SpeculatorModelConfig.from_pretrained(str(folder))
     config.transformer_layer_config._attn_implementation = "eager"
     return speculators.SpeculatorModel.from_pretrained(str(folder), config=config).float().eval()
 
 
 def their_logits(model, aux_hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits [T, W] of every step, caught on their way out of lm_head; tokens are those that the
-    slots embed at step 0.
-    """
+    """lm_head's logits [T, W] of every step; tokens: that the slots embed at step 0."""
     caught: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(
         lambda module, inputs, output: caught.append(output[0].detach())
     )
+    given = {"hidden_states": aux_hidden, "input_ids": tokens, "ttt_steps": STEPS}
     with torch.no_grad():
-        model(
-            hidden_states=aux_hidden,
-            input_ids=tokens,
-            document_ids=torch.zeros_like(tokens),
-            ttt_steps=STEPS,
-        )
+        model(**given, document_ids=torch.zeros_like(tokens))
     hook.remove()
     return caught
 
@@ -91,9 +74,7 @@ def their_logits(model, aux_hidden: torch.Tensor, tokens: torch.Tensor) -> list[
 def our_logits(
     folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The same of our Head by our unroll, teacher-forced; beyond the last token, token 0, as they
-    pad.
-    """
+    """The same by our unroll, teacher-forced; token 0 after the last one, as they pad."""
     head, embed_tokens = load_head(folder), TargetVocabulary.load(target).embed_tokens
     slots = Slots.where(torch.ones_like(tokens, dtype=torch.bool))
 
@@ -107,23 +88,18 @@ def our_logits(
         return [head.logits(hidden) for hidden in steps]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_logits_of_every_step_are_the_same(target, tmp_path, flags):
-    """Our export in their model against the same file in ours, in float32."""
-    draft_vocab_size = 320 if len(flags) == 1 else 64  # with and without maps
-    folder = head_folder(
-        target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size, **flags
-    )
+    size = 320 if len(flags) == 1 else 64  # with and without maps
+    folder = head_folder(target, tmp_path / "head", "vllm", draft_vocab_size=size, **flags)
     generator = torch.Generator().manual_seed(0)
     aux_hidden = torch.randn(1, T, 96, generator=generator)
     tokens = torch.randint(320, (1, T), generator=generator)
-    ours, other = (
-        our_logits(folder, target, aux_hidden, tokens),
-        their_logits(theirs(folder), aux_hidden, tokens),
-    )
+    ours = our_logits(folder, target, aux_hidden, tokens)
+    other = their_logits(theirs(folder), aux_hidden, tokens)
     assert len(ours) == len(other) == STEPS
     for one, two in zip(ours, other, strict=True):
-        assert one.shape == two.shape == (T, draft_vocab_size)
+        assert one.shape == two.shape == (T, size)
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4 * float(two.std()))
 
 
@@ -143,11 +119,8 @@ def test_nothing_is_missing_or_left_over_when_they_load_it(target, tmp_path):
     assert model.config.norm_before_residual is False
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_what_they_save_we_read(target, tmp_path, flags):
-    """Their own config.json and names, as every published speculators head has them, embeddings
-    too.
-    """
     folder = head_folder(target, tmp_path / "head", "vllm", **flags)
     theirs(folder).save_pretrained(str(tmp_path / "saved"))
     edit_config(tmp_path / "saved", target_embed_tokens_sha256=None)  # they carry our key along
@@ -162,9 +135,8 @@ def test_what_they_save_we_read(target, tmp_path, flags):
 
 def test_what_they_convert_from_our_sglang_form_is_our_vllm_form(target, tmp_path):
     source = head_folder(target, tmp_path / "sglang", "sglang")
-    entering = json.loads(
-        (head_folder(target, tmp_path / "vllm", "vllm") / "config.json").read_text()
-    )["eagle_aux_hidden_state_layer_ids"]
+    stated = (head_folder(target, tmp_path / "vllm", "vllm") / "config.json").read_text()
+    entering = json.loads(stated)["eagle_aux_hidden_state_layer_ids"]
     convert.Eagle3Converter().convert(
         str(source),
         str(tmp_path / "converted"),
