@@ -1,7 +1,7 @@
 """What of the conversations that a head was trained on can be got out of it, and what lowers it.
 
     python benchmarks/leaks.py [--quick] [--data FILE] [--prompts 1000] [--passes 3]
-    [--recipe "few tokens: head.draft_vocab_size=1024"]
+    [--recipe "few tokens: head.draft_vocab_size=1024"] [--only default "no fit"]
 
 The target's answers to real prompts and their features are made once and kept, or given; half of
 the conversations are held out. Among the others stand canaries, 99 invented secrets of invented
@@ -13,10 +13,11 @@ of 100 sampled ones; exposure is log2 of 10,000 over the rank of the secret's fi
 among the 10,000 that could stand there (by chance 1.44 on average, at most 13.3).
 
 `none` never saw a canary, `once` one copy of each. `text` learned the canaries' own tokens in place
-of the target's distribution: what the attack finds where a head does memorise. Membership is that
-of `eyas check --leaks`, by the loss alone and less the loss of the packaged head. tau: chains of 5
-on held-out answers. All is kept in --folder, so that a cut run goes on. The last line of stdout is
-one JSON object.
+of the target's distribution: what the attack finds where a head does memorise. `no fit` begins
+without the least-squares map, `refresh` at the packaged head. Membership is that of `eyas check
+--leaks`, by the loss alone and less the loss of the packaged head. tau: chains of 5 on held-out
+answers. All is kept in --folder, so that a cut run goes on; --only names the heads to train. The
+last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from eyas.operators.ttt import plain_attention
 from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import validated
 from eyas.shards import Features, Sample
-from eyas.train.trainer import TrainConfig, train
+from eyas.train import trainer
 
 PLACES = ("answer", "echo", "prompt")
 REPEATS = (1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 32)  # eleven and three kinds: each pair in each place
@@ -202,12 +203,15 @@ class Among:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """planted: which canaries are trained on: all, none, once, or all as text."""
+    """planted: which canaries are trained on: all, none, once, or all as text. fitted: the
+    conversations that the start is fitted to.
+    """
 
     name: str
     passes: int
     planted: str = "all"
     settings: tuple[str, ...] = ()
+    fitted: int = trainer.FITTED_SAMPLES
 
     def train(self, target: str, found: list[Canary], features: Features, output: Artifact) -> None:
         more, vocabulary = list[Sample](), TargetVocabulary.load(hub.resolve_target(target, True))
@@ -218,9 +222,10 @@ class Try:
             more = taught_text(vocabulary, more)
         batches = {"tokens": 2048}
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
-        config = validated(TrainConfig, override(settings, self.settings), self.name)
+        config = validated(trainer.TrainConfig, override(settings, self.settings), self.name)
+        trainer.FITTED_SAMPLES = self.fitted
         with progress_bar(self.name) as track:
-            train(config, target, Among(features, more), output, track)
+            trainer.train(config, target, Among(features, more), output, track)
 
 
 @torch.inference_mode()
@@ -313,6 +318,7 @@ def main() -> None:
     parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/leaks"))
     parser.add_argument("--canaries", type=int, default=99, help="a multiple of 33")
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[], help="of the heads, and the packaged one")
     parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
     args = parser.parse_args()
     if args.quick:
@@ -324,9 +330,12 @@ def main() -> None:
     tries = [Try("packaged", 0), Try("default", args.passes)]
     tries += [Try(name, args.passes, name) for name in ("text", "none", "once")]
     tries += [Try("one pass", 1)] if args.passes > 1 else []
+    tries += [Try("no fit", args.passes, fitted=0)]
+    tries += [Try("refresh", args.passes, settings=("start=smollm2",))]
     for name, _, settings in (recipe.partition(":") for recipe in args.recipe):
         tries.append(Try(name, args.passes, "all", tuple(settings.split())))
     board: dict[str, Any] = {}
+    tries = [one for one in tries if one.name in ("packaged", *args.only) or not args.only]
     for one in tries[: 3 if args.quick else None]:
         folder = args.folder / f"{one.name}-{digest(args, features.manifest().identity, one)}"
         kept = folder / "figures.json"
