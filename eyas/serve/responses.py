@@ -1,12 +1,5 @@
-"""OpenAI's Responses API without a store: a body of /v1/responses is a chat under other names, and
-its answer a list of items, whole or in events.
-
-    input items        message | function_call | function_call_output      -> turns of a chat
-                       reasoning                                           -> nothing
-    output items       message (one output_text) | function_call           <- words and calls
-
-What needs a store (previous_response_id, conversation, background) or tools that run here is
-refused by name.
+"""OpenAI's Responses API without a store: a body of /v1/responses becomes a chat, and the answer's
+words and calls become items (message, function_call).
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
 HOSTED = re.compile(r"\w+_call(_output)?\..+")  # types of OpenAI's hosted tools
 INCLUDED = rf"^(message\.output_text\.logprobs|reasoning\.encrypted_content|{HOSTED.pattern})$"
-# fields with the same name in a chat, and the names of others, for errors
+# Fields that have the same name in a chat; for errors, those of a chat that have another here.
 SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
 RESPONSE_NAMES = {
     "messages": "input",
@@ -97,7 +90,7 @@ class FunctionOutputItem(Strict):
 
 
 class ReasoningItem(BaseModel):
-    """Thoughts of an earlier answer: the model reads none, as with most templates."""
+    """Thoughts of an earlier answer: the model gets none, as with most templates."""
 
     type: Literal["reasoning"]
 
@@ -126,8 +119,6 @@ InputItem = Annotated[
 
 
 class FunctionTool(Function):
-    """A function of the client."""
-
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS
 
     type: Literal["function"]
@@ -137,7 +128,7 @@ class FunctionTool(Function):
 
 
 class HostedTool(BaseModel):
-    """A tool of OpenAI's servers, which agents send along unasked: the model is not shown it."""
+    """A tool of OpenAI's servers, which agents send unasked: the model does not see it."""
 
     type: str = Field(json_schema_extra={"not": {"const": "function"}})
 
@@ -170,7 +161,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """No item of reasoning is ever written, so there is nothing to summarise."""
+    """Answers have no items of reasoning, so there is nothing to summarise."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"context", "summary", "generate_summary"})
 
@@ -183,7 +174,9 @@ class ObfuscationOptions(Strict):
 
 
 class ResponsesRequest(RequestBody):
-    """The body of /v1/responses, with OpenAI's defaults, but for store: nothing is stored."""
+    """The body of /v1/responses, with OpenAI's defaults, but nothing is stored: fields that need a
+    store are refused by name.
+    """
 
     ignored: ClassVar[frozenset[str]] = (IGNORED - {"metadata"}) | {"max_tool_calls"}
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -198,6 +191,7 @@ class ResponsesRequest(RequestBody):
         "prompt": (),
         "truncation": ("disabled",),
     }
+    num_answers: ClassVar[int] = 1
 
     model: str | None = None
     input: (
@@ -247,8 +241,8 @@ class ResponsesRequest(RequestBody):
         hosted = {one.type[:MAX_SHOWN] for one in self.tools if isinstance(one, HostedTool)}
         hosted |= {one for one in self.include if HOSTED.match(one)}
         if hosted:
-            what = "tools that are no functions are left out"
-            log.warning(what, extra={"data": {"types": sorted(hosted)}})
+            data = {"types": sorted(hosted)}
+            log.warning("tools that are no functions are left out", extra={"data": data})
         if isinstance(choice, HostedTool):
             what = f"this server has no tool {choice.type[:MAX_SHOWN]!r}: name a function, or auto"
             raise ApiError(400, what, "tool_choice")
@@ -267,7 +261,6 @@ class ResponsesRequest(RequestBody):
         )
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Calls belong to the assistant's message before them, as in the answer."""
         turns: list[dict[str, Any]] = []
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
@@ -282,6 +275,7 @@ class ResponsesRequest(RequestBody):
                 turn = {"role": "tool", "content": _content(item.output)}
                 turns.append({**turn, "tool_call_id": item.call_id})
             else:
+                # calls belong to the assistant's message before them, as in the answer
                 if not turns or turns[-1]["role"] != "assistant":
                     turns.append({"role": "assistant"})
                 function = {"name": item.name, "arguments": item.arguments}
@@ -302,7 +296,7 @@ def _content(content: str | list[InputText]) -> str | list[dict[str, str]]:
 
 
 class ResponseWriter(CompletionWriter):
-    """The answer of /v1/responses. A streamed one begins with its first token, as the others do."""
+    """The answer of /v1/responses. A stream begins with the first token, as the others do."""
 
     def __init__(
         self,
@@ -312,12 +306,10 @@ class ResponseWriter(CompletionWriter):
         body: ResponsesRequest,
     ) -> None:
         super().__init__(requests, tokenizer, chat)
-        # repeated from the request by every event and by the whole answer
-        asked = body.model_dump(
-            by_alias=True, exclude={"input", "include", "stream", "stream_options"}
-        )
+        # of every event and of the whole answer, which repeat the request
+        left_out = {"input", "include", "stream", "stream_options"}
         self._shared: dict[str, Any] = {
-            **asked,
+            **body.model_dump(by_alias=True, exclude=left_out),
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -456,8 +448,6 @@ class ResponseWriter(CompletionWriter):
 
 
 class _OpenCall:
-    """A call whose arguments still grow."""
-
     def __init__(self, call_id: str, name: str) -> None:
         self.id, self.call_id, self.name = f"fc_{uuid.uuid4().hex}", call_id, name
         self.arguments = ""
@@ -468,12 +458,10 @@ class _OpenCall:
 
 
 class _OpenMessage:
-    """A message that still grows. logprobs: of tokens whose text is held back."""
-
     def __init__(self) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self.words: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
         self.written: list[dict[str, Any]] = []
 
     def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
