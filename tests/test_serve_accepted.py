@@ -1,5 +1,5 @@
-"""What clients of other servers send and ask for, and what this one makes of it: fields under other
-names, prompts and answers as long as they fit, texts that are continued, and paths beside OpenAI's.
+"""What clients of other servers send: fields under other names, long prompts and answers, texts to
+continue, and paths beside OpenAI's.
 """
 
 from __future__ import annotations
@@ -16,18 +16,10 @@ from eyas.engine.engine import EngineConfig
 from eyas.engine.schemas import plain_schema
 from eyas.errors import ConfigError
 from eyas.serve.limits import LimitsConfig
+from eyas.serve.protocol import ChatRequest
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.worker import EngineWorker
-from tests.serving import (
-    MAX_LENGTH,
-    MESSAGES,
-    MODEL,
-    World,
-    ask,
-    complete,
-    post,
-    saying,
-)
+from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, complete, post, saying
 from tests.test_serve_api import text_of
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
@@ -57,28 +49,21 @@ def test_an_answer_is_as_long_as_fits(world, client):
     assert complete(client, [5] * 250, max_tokens=4096).usage.completion_tokens <= 6
 
 
-def test_a_prompt_too_long_names_the_setting(tmp_path):
-    """Where it helps: the target reads more than this server holds."""
+def test_a_prompt_too_long_names_the_setting_where_it_helps(tmp_path):
     World.make(tmp_path, eos_token_id=2)
     for length, names_it in ((100, True), (256, False), (None, False)):
         service = load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=length)))
         assert service.info.max_length == (length or 256)
+        body = ChatRequest(model=MODEL, messages=MESSAGES)
         with pytest.raises(Exception, match="holds") as refused:
-            service.translator._request(chat_body(), [5] * 300, {})
+            service.translator._request(body, [5] * 300, {})
         assert ("engine.max_length of up to 256" in refused.value.message) == names_it
     with pytest.raises(ConfigError, match=r"max_length=1000000 .* context of 256"):
         load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=1_000_000)))
 
 
-def chat_body():
-    from eyas.serve.protocol import ChatRequest  # noqa: PLC0415
-
-    return ChatRequest(model=MODEL, messages=MESSAGES)
-
-
 @pytest.mark.parametrize(("free_pages", "num_pages"), [(None, None), (10_000, None), (20, 10)])
 def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pages, num_pages):
-    """A request has at most what the pages hold less what a tree writes behind its tokens."""
     page_bytes = world.engine()._page_bytes
     free = None if free_pages is None else free_pages * page_bytes
     monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: free)
@@ -97,23 +82,23 @@ def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pag
 
 
 def test_fields_of_other_servers_do_what_theirs_do(client):
-    seeded = {"temperature": 1, "seed": 5}
-    plain = text_of(ask(client, **seeded))
-    penalised = [
-        text_of(ask(client, **seeded, extra_body={name: 1.9}))
-        for name in ("repeat_penalty", "repetition_penalty")
-    ]
-    assert penalised[0] == penalised[1] != plain
+    plain, repeat, repetition = (
+        text_of(ask(client, temperature=1, seed=5, extra_body=body))
+        for body in ({}, {"repeat_penalty": 1.9}, {"repetition_penalty": 1.9})
+    )
+    assert repeat == repetition != plain
     assert text_of(ask(client, temperature=1e-6)) == text_of(ask(client))
+
+
+GBNF = 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'
+LARK = 'start: "yes" | "no, " WORD\nWORD: /[a-c]{2,3}/'
 
 
 @pytest.mark.parametrize(
     "field",
     [
-        {"grammar": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
-        {"guided_grammar": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
-        {"ebnf": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
-        {"structured_outputs": {"grammar": 'start: "yes" | "no, " WORD\nWORD: /[a-c]{2,3}/'}},
+        *({name: GBNF} for name in ("grammar", "guided_grammar", "ebnf")),
+        {"structured_outputs": {"grammar": LARK}},
     ],
 )
 def test_an_answer_follows_a_grammar(client, field):
@@ -157,7 +142,6 @@ def test_special_tokens_are_shown_where_asked_for(world):
 
 
 def test_the_assistants_last_message_is_continued(world, client):
-    """The answer is what the target says behind that text."""
     begun = {"role": "assistant", "content": "I would like"}
     opened = {"continue_final_message": True, "add_generation_prompt": False}
     prompt_ids = world.chat.prompt_ids(MESSAGES)
@@ -177,50 +161,42 @@ def test_the_assistants_last_message_is_continued(world, client):
 
 @pytest.mark.parametrize("content", ["<", "|", "end", "im_end|>", "a  ", "user"])
 def test_what_the_template_writes_behind_a_message_is_no_part_of_it(world, content):
-    prompt_ids = world.chat.prompt_ids(MESSAGES)
-    begun = world.chat.prompt_ids(
-        [*MESSAGES, {"role": "assistant", "content": content}], continues=True
-    )
+    turns = [*MESSAGES, {"role": "assistant", "content": content}]
     before, after = (
-        world.chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt_ids, begun)
+        world.chat.tokenizer.decode(ids, skip_special_tokens=False)
+        for ids in (world.chat.prompt_ids(MESSAGES), world.chat.prompt_ids(turns, continues=True))
     )
     assert after == before + content
 
 
-def test_a_token_that_ends_an_answer_is_none_of_its_text(world, client):
-    """An ordinary one as well, however the text is made."""
+def test_an_ordinary_token_that_ends_an_answer_is_none_of_its_text(world, client):
     _, ids = world.truth(max_tokens=24)
     at = next(at for at in range(4, 24) if ids[at] not in ids[:at])
     for more in ({}, {"skip_special_tokens": False}, {"stop": ["nothing of that kind"]}):
         reply = ask(client, extra_body={"stop_token_ids": [ids[at]], **more})
-        assert (text_of(reply), reply.choices[0].finish_reason) == (
-            world.chat.decode(ids[:at]),
-            "stop",
-        )
+        ending = reply.choices[0].finish_reason
+        assert (text_of(reply), ending) == (world.chat.decode(ids[:at]), "stop")
         assert reply.usage.completion_tokens == at + 1
 
 
 def test_prompts_of_one_request_wait_for_all_their_grammars(world, client, monkeypatch):
     """Nothing runs before the last is compiled: an update would come where only an end may."""
     compiled = EngineWorker._compiled
-
-    def slowly(self, request):
-        time.sleep(0.1)
-        return compiled(self, request)
-
-    monkeypatch.setattr(EngineWorker, "_compiled", slowly)
-    prompts = ["I would like", "A table", "The address"]
-    reply = complete(client, prompts, extra_body={"regex": "[a-z ]{9,40}"})
+    monkeypatch.setattr(
+        EngineWorker, "_compiled", lambda *given: time.sleep(0.1) or compiled(*given)
+    )
+    prompts, body = ["I would like", "A table", "The address"], {"regex": "[a-z ]{9,40}"}
+    reply = complete(client, prompts, extra_body=body)
     monkeypatch.undo()
-    alone = [complete(client, one, extra_body={"regex": "[a-z ]{9,40}"}) for one in prompts]
+    alone = [complete(client, one, extra_body=body) for one in prompts]
     assert [one.text for one in reply.choices] == [one.choices[0].text for one in alone]
 
 
 def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
-    told = World.make(tmp_path, eos_token_id=2)
+    World.make(tmp_path, eos_token_id=2)
     effort = "{% if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort }}{% endif %}"
     tiny_tokenizer(tmp_path, chat_template=effort + TEMPLATE)
-    with saying(World(told.folder), "Well.") as (client, engine):
+    with saying(World(tmp_path), "Well.") as (client, engine):
         ask(client, reasoning_effort="low")
         ask(client)
         first, second = (world.chat.decode(one.prompt_ids) for one in engine.asked)
@@ -237,17 +213,14 @@ def test_turns_of_other_servers_are_taken(client, body):
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_schema_may_stand_beside_the_type(client, kind):
-    """llama.cpp's form."""
+def test_a_schema_may_stand_beside_the_type_as_in_llama_cpp(client, kind):
     schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    wanted = {"type": kind, "schema": schema}
+    wanted = {"type": kind, "schema": {**schema, "additionalProperties": False}}
     reply = ask(client, max_tokens=60, extra_body={"response_format": wanted})
     assert json.loads(text_of(reply)) == {"a": 7}
 
 
 def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(tmp_path):
-    """Two of the user, or of the system, in a row: as the template says it, not a fault of ours."""
     strict = (
         "{% for message in messages %}{% if loop.index0 and message.role == messages[loop.index0 - "
         "1].role %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"

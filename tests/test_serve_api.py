@@ -1,12 +1,11 @@
-"""The API, driven by the `openai` client over a real socket, on a real engine with a tiny random
-target.
-"""
+"""The API, by the `openai` client over a real socket."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -51,7 +50,6 @@ def truth(world):
 
 
 def text_of(reply):
-    """The text of an answer, whole or in chunks."""
     if hasattr(reply, "choices"):
         return reply.choices[0].message.content
     return "".join(one.choices[0].delta.content or "" for one in reply if one.choices)
@@ -67,10 +65,9 @@ def user(content, **fields):
 def test_answer_is_what_the_engine_decodes(client, truth):
     reply = ask(client)
     text, token_ids = truth(max_tokens=24)
-    assert reply.choices[0].message.content == text
-    assert reply.choices[0].message.role == "assistant"
-    assert reply.choices[0].finish_reason == "length"
-    assert reply.choices[0].logprobs is None
+    (choice,) = reply.choices
+    assert (choice.message.content, choice.message.role) == (text, "assistant")
+    assert (choice.finish_reason, choice.logprobs) == ("length", None)
     assert reply.usage.completion_tokens == len(token_ids) == 24
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + 24
     assert reply.usage.eyas == {"rounds": 0, "accept_hist": [], "tau": None}
@@ -83,8 +80,7 @@ def test_stream_has_a_chunk_per_update_and_joins_to_the_answer(client, truth):
     assert text_of(pieces) == truth(max_tokens=24)[0]
     assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 24
     assert last.choices[0].finish_reason == "length"
-    assert usage.choices == []
-    assert usage.usage.completion_tokens == 24
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 24)
     assert usage.usage.eyas["rounds"] == 0
     assert {(chunk.id, chunk.model, chunk.object) for chunk in chunks} == {
         (chunks[0].id, MODEL, "chat.completion.chunk")
@@ -149,12 +145,7 @@ WITHOUT_EFFECT = [
     dict.fromkeys(
         ("stop", "seed", "tools", "tool_choice", "n", "logit_bias", "guided_json", "echo")
     ),
-    user(
-        [
-            {"type": "text", "text": MESSAGES[0]["content"][at]}
-            for at in range(len(MESSAGES[0]["content"]))
-        ]
-    ),
+    user([{"type": "text", "text": one} for one in MESSAGES[0]["content"]]),
 ]
 
 
@@ -185,14 +176,10 @@ def test_messages_may_hold_what_their_template_does_not_read(client, truth):
 
 
 def test_many_at_once_get_the_answers_they_get_alone(client, truth):
-    conversations = [
-        [{"role": "user", "content": f"A table for {number}?"}] for number in range(12)
-    ]
+    asked = [user(f"A table for {number}?")["messages"] for number in range(12)]
     with ThreadPoolExecutor(12) as pool:
-        replies = list(pool.map(lambda messages: ask(client, messages), conversations))
-    assert [text_of(reply) for reply in replies] == [
-        truth(one, max_tokens=24)[0] for one in conversations
-    ]
+        replies = list(pool.map(lambda messages: ask(client, messages), asked))
+    assert list(map(text_of, replies)) == [truth(one, max_tokens=24)[0] for one in asked]
 
 
 @pytest.fixture(scope="module")
@@ -354,11 +341,9 @@ OF_TOOLS = [  # by a template that has them
 def test_what_cannot_be_done_is_refused_by_name(request, served, body, param):
     path, body = (TEXT, {"model": MODEL, **body}) if "prompt" in body else (CHAT, BODY | body)
     reply = post(request.getfixturevalue(served), body, path)
-    assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert (error["param"] or "").startswith(param) or param in error["message"]
-    assert path == TEXT or error["param"].startswith(param)
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error"), reply.text
+    assert (error["param"] or "").startswith(param) or (path == TEXT and param in error["message"])
 
 
 def test_the_official_client_reads_refusals(client):
@@ -405,12 +390,10 @@ def follower(ending):
         yield client
 
 
+SIZE = {"type": "integer", "minimum": 1, "maximum": 9}
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "party": {"type": "integer", "minimum": 1, "maximum": 9},
-        "indoors": {"type": "boolean"},
-    },
+    "properties": {"party": SIZE, "indoors": {"type": "boolean"}},
     "required": ["party", "indoors"],
     "additionalProperties": False,
 }
@@ -448,10 +431,8 @@ def test_answers_follow_regexes_choices_and_any_object(follower):
     }.items():
         said[name] = text_of(ask(follower, max_tokens=50, extra_body={name: value}))
     for name in ("regex", "guided_regex"):
-        assert said[name][:3].isdigit()
-        assert said[name][3:] in ("-a", "-b")
-    assert said["guided_choice"] in choices
-    assert said["structured_outputs"] in choices
+        assert re.fullmatch("[0-9]{3}-(a|b)", said[name])
+    assert {said["guided_choice"], said["structured_outputs"]} <= {*choices}
     assert said["response_format"].lstrip().startswith("{")
 
 
@@ -533,19 +514,17 @@ def test_logprobs_in_the_legacy_shape(client):
 @pytest.mark.parametrize("stop", [None, [" "]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_those_of_the_prompt_and_of_the_answer(client, world, stream, stop):
-    """As in vLLM: of a chat the prompt's are at the top, of texts at each choice. A stop string
-    ends the text, and its tokens are the answer's.
+    """As in vLLM: a chat's prompt at the top, a text's at each choice. A stop string ends the text,
+    and its tokens are the answer's.
     """
-    extra = {"return_token_ids": True}
     params = {"n": 2, "seed": 3, "temperature": 0.9, "max_tokens": 12, "stop": stop}
     asked = world.chat.prompt_ids(MESSAGES)
     truth = [one.token_ids for one in world.results(asked, **{**params, "stop": tuple(stop or ())})]
-    reply = ask(client, **params, extra_body=extra, stream=stream)
+    reply = ask(client, **params, extra_body={"return_token_ids": True}, stream=stream)
     if stream:
         chunks = [chunk.to_dict() for chunk in reply]
-        assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [
-            asked
-        ] * 2
+        of_prompts = [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one]
+        assert of_prompts == [asked] * 2
         assert "prompt_token_ids" in chunks[0]
         found = [[], []]
         for choice in (chunk["choices"][0] for chunk in chunks):
@@ -571,7 +550,6 @@ def test_each_text_has_the_token_ids_of_its_own_prompt(client, world, stream):
 
 
 def test_logprobs_name_tokens_by_their_ids_on_demand(client):
-    """As in vLLM; `eyas verify` finds a token of one answer among the best of another by it."""
     wishes = {"return_tokens_as_token_ids": True, "return_token_ids": True}
     reply = ask(client, max_tokens=4, logprobs=True, top_logprobs=2, extra_body=wishes)
     (choice,) = reply.choices
@@ -599,10 +577,9 @@ def test_a_text_goes_on_as_the_engine_goes_on(client, world):
     (truth,) = world.results(prompt_ids(world), max_tokens=12)
     text = world.chat.decode(truth.token_ids)
     whole, of_tokens = complete(client), complete(client, prompt_ids(world))
-    assert (
-        complete(client, max_tokens=openai.omit).usage.completion_tokens == 16
-    )  # OpenAI's default
-    assert "token_ids" not in whole.choices[0].model_extra  # of which nobody asked
+    # OpenAI's default
+    assert complete(client, max_tokens=openai.omit).usage.completion_tokens == 16
+    assert "token_ids" not in whole.choices[0].model_extra
     assert whole.object == "text_completion"
     assert whole.choices[0].text == of_tokens.choices[0].text == text
     assert whole.choices[0].finish_reason == "length"
@@ -616,9 +593,8 @@ def test_a_text_goes_on_as_the_engine_goes_on(client, world):
 def test_several_prompts_have_choices_in_their_order(client, world, as_tokens):
     texts = ["I would like", "The address is", "71 North"]
     alone = [complete(client, text).choices[0].text for text in texts]
-    reply = complete(
-        client, [prompt_ids(world, text) for text in texts] if as_tokens else texts, n=2
-    )
+    asked = [prompt_ids(world, text) for text in texts] if as_tokens else texts
+    reply = complete(client, asked, n=2)
     assert [choice.text for choice in reply.choices] == [text for text in alone for _ in range(2)]
     assert [choice.index for choice in reply.choices] == list(range(6))
     assert reply.usage.prompt_tokens == sum(len(prompt_ids(world, text)) for text in texts)
@@ -641,16 +617,16 @@ OFF = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 
 SPECIAL = {"skip_special_tokens": True, "spaces_between_special_tokens": True}
 
 
+SAMPLING = [
+    {},
+    {"ignore_eos": True, "temperature": 0.0, "top_p": 0.9, "top_k": -1, "min_p": 0.1},
+    {**OFF, "stream_options": {"include_usage": True}},
+    {"n": 1, "min_tokens": 8, **SPECIAL, "logprobs": None},
+]
+
+
 @pytest.mark.parametrize(("path", "body"), AS_VLLM + AS_SGLANG)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"ignore_eos": True, "temperature": 0.0, "top_p": 0.9, "top_k": -1, "min_p": 0.1},
-        {**OFF, "stream_options": {"include_usage": True}},
-        {"n": 1, "min_tokens": 8, **SPECIAL, "logprobs": None},
-    ],
-)
+@pytest.mark.parametrize("sampling", SAMPLING)
 def test_benchmarks_of_vllm_and_sglang_are_served(client, path, body, sampling):
     body = {"model": MODEL, **body, **sampling}
     headers = {"x-request-id": "bench-1", "authorization": "Bearer none"}
@@ -693,9 +669,8 @@ def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
         ending = (reply[-1] if stream else reply).choices[0].finish_reason
         _, hidden, shown = (tooled.chat.decode(one.prompt_ids) for one in engine.asked)
     assert (text_of(reply), ending) == ("I will.", "tool_calls")
-    assert [json.loads(call.function.arguments) for call in calls] == [
-        {"party": 2, "indoors": True}
-    ] * 2
+    arguments = [json.loads(call.function.arguments) for call in calls]
+    assert arguments == [{"party": 2, "indoors": True}] * 2
     assert len({call.id for call in calls}) == 2
     assert "Book a table." in shown
     assert "Book a table." not in hidden
@@ -737,24 +712,20 @@ def test_a_client_sets_what_the_template_leaves_to_it_and_in_any_combination(tmp
         assert not tokenizer.knows_option(name), name
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/tokenize", "/predict"])
-def test_half_a_character_in_the_arguments_of_a_call_is_refused(tooled, path):
+def test_half_a_character_in_the_arguments_of_a_call_is_refused(tooled):
     arguments = json.dumps({"party": "\ud800"})
     called = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
-    body = {"model": MODEL, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]}]}
-    if path == "/v1/responses":
-        item = {"type": "function_call", "call_id": "1", "name": "a", "arguments": arguments}
-        body = {"model": MODEL, "input": [*MESSAGES, item]}
-    elif path == "/predict":
-        body = {"instances": [{"messages": body["messages"]}]}
+    item = {"type": "function_call", "call_id": "1", "name": "a", "arguments": arguments}
+    chat = {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]}]}
+    bodies = {CHAT: chat, "/tokenize": chat, "/predict": {"instances": [chat]}}
     with tooled.served(vertex=VertexConfig()) as client:
-        reply = post(client, body, path)
-    assert reply.status_code == 400
-    assert "half a character" in reply.json()["error"]["message"]
+        for path, body in {**bodies, "/v1/responses": {"input": [*MESSAGES, item]}}.items():
+            reply = post(client, body, path)
+            assert reply.status_code == 400
+            assert "half a character" in reply.json()["error"]["message"]
 
 
 def test_a_template_sees_the_thoughts_of_earlier_turns(tooled):
-    """As in vLLM: the template decides what becomes of them."""
     for name in ("reasoning_content", "reasoning"):
         turns = [*MESSAGES, {"role": "assistant", "content": "Well.", name: "Hm."}]
         with saying(tooled, "Done.") as (client, engine):
@@ -763,11 +734,9 @@ def test_a_template_sees_the_thoughts_of_earlier_turns(tooled):
 
 
 def test_the_tokenizer_is_read_once(world, monkeypatch):
-    """For templates with other options, stop strings and grammars as well."""
     reads = []
     monkeypatch.setattr(
-        "eyas.chat.tokenizer.read_tokenizer",
-        lambda folder: reads.append(1) or read_tokenizer(folder),
+        "eyas.chat.tokenizer.read_tokenizer", lambda path: reads.append(1) or read_tokenizer(path)
     )
     config = ServeConfig(target=str(world.folder), model=MODEL)
     with running_app(create_app(MODEL), load(config)) as url, connected(url) as client:

@@ -1,9 +1,7 @@
-"""Agents on smollm2, whose template has no tools: the clients that people write them with, and the
-bodies that these clients sent, which stay a test where none of them is installed.
+"""Agents on smollm2, whose template has no tools, by the clients that people write them with
+(`pip install --group clients`, in this environment or PYTHON's), and the bodies that these sent.
 
-    EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     asks and keeps the bodies anew
-
-PYTHON has the clients (`pip install --group clients`), in its own environment or this one.
+    EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     keeps the bodies anew
 """
 
 from __future__ import annotations
@@ -59,9 +57,7 @@ def tools_of(body):
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_agent_takes_three_turns(url, client):
-    """What the clients themselves make of the answers: calls of their tools, with arguments that
-    the tools' schemas allow.
-    """
+    """The clients read calls of their tools, with arguments that the tools' schemas allow."""
     if subprocess.run([PYTHON, "-c", f"import {CLIENTS[client]}"], capture_output=True).returncode:
         pytest.skip("pip install --group clients")
     told = run(url, client)

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts (`echo` with `logprobs`), as lm-evaluation-harness asks for them:
-against transformers, against the answers' own, and however the prefill is cut.
+"""Log-probabilities of prompts (`echo` with `logprobs`): against transformers, against the answers'
+own, and however the prefill is cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def client(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(world):
-    """Log-probabilities [T, V] of the tokens behind each of a prompt's, by transformers."""
+    """Log-probabilities [T, V] after each token of a prompt, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(world.folder, dtype=torch.float32).eval()
 
     def logprobs(ids):
@@ -71,7 +71,7 @@ def test_a_prompt_is_scored_as_transformers_scores_it(client, world, reference):
 
 @pytest.mark.parametrize("speculation", [False, True])
 def test_an_answer_as_a_prompt_has_the_numbers_it_had_as_an_answer(client, world, speculation):
-    """To the last bit, on the native decoder: one forward's sums are any forward's."""
+    """To the last bit: one forward's sums are any forward's."""
     asked = {"max_tokens": 24, "logprobs": 2, "extra_body": {"speculation": speculation}}
     answered = complete(client, PROMPT, **asked).choices[0].logprobs
     params = SamplingParams(max_tokens=24)
@@ -112,7 +112,6 @@ def test_tokens_outside_the_text_have_no_length_in_it(client, world):
 
 
 def scored(engine, requests):
-    """The log-probabilities of each request's prompt."""
     results = {one.request_id: one for one in engine.run(requests)}
     engine.check()
     return [[each.logprob for each in results[one.id].prompt_logprobs] for one in requests]
@@ -130,7 +129,6 @@ def prompts(max_tokens=0, count=6):
 
 @pytest.mark.parametrize("max_tokens", [0, 9])
 def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens):
-    """No matrix of all tokens by the vocabulary is ever there, and the numbers are the same."""
     asked = prompts(max_tokens)
     whole = scored(world.engine(), asked)
     assert [len(one) for one in whole] == [len(request.prompt_ids) - 1 for request in asked]
@@ -145,8 +143,7 @@ def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens):
     parts = scored(engine, asked)
     assert max(rows) <= 5 + 4  # and the last row of each prompt of the batch, which draws
     assert len(rows) >= sum(len(one) for one in whole) / 5
-    for one, other in zip(whole, parts, strict=True):
-        assert one == other
+    assert whole == parts
 
 
 def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
@@ -173,12 +170,10 @@ def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, extra):
 
 
 def test_each_choice_echoes_its_own_prompt(client, world):
-    ids = world.chat.tokenizer.encode("you", add_special_tokens=False).ids
-    reply = client.completions.create(
-        model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True
-    )
+    reply = complete(client, ["I would", "well"], n=2, max_tokens=3, echo=True)
     assert [choice.text[:4] for choice in reply.choices] == ["I wo", "I wo", "well", "well"]
-    assert complete(client, ids, echo=True).choices[0].text.startswith("you")
+    of_ids = complete(client, ids_of(world, "you"), echo=True)
+    assert of_ids.choices[0].text.startswith("you")
     assert reply.usage.completion_tokens == 12
 
 
@@ -190,16 +185,13 @@ def harness(client, rows, context_lengths):
     lm-evaluation-harness 0.4 reads them; rows: contexts with their continuations.
     """
     body = {"model": MODEL, "prompt": rows, "temperature": 0, "max_tokens": 1, "seed": 1234}
-    body |= {"logprobs": 1, "echo": True}
-    reply = post(client, body, "/v1/completions")
+    reply = post(client, body | {"logprobs": 1, "echo": True}, "/v1/completions")
     assert reply.status_code == 200, reply.text
-    found = []
     choices = sorted(reply.json()["choices"], key=lambda one: one["index"])
     for choice, start in zip(choices, context_lengths, strict=True):
         numbers = choice["logprobs"]["token_logprobs"][start:-1]
         best = [max(one.values()) for one in choice["logprobs"]["top_logprobs"][start:-1]]
-        found.append((sum(numbers), numbers == best))
-    return found
+        yield sum(numbers), numbers == best
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])
@@ -237,17 +229,11 @@ def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
     assert whole.usage.completion_tokens == 4 * max_tokens
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stream": True},
-        {"stream": True, "stream_options": {"include_rounds": True, "include_usage": True}},
-        {"stop": ["x"], "temperature": 1},
-        {"n": 3},
-    ],
-    ids=str,
-)
+SHOWN = {"stream": True, "stream_options": {"include_rounds": True, "include_usage": True}}
+WAYS = [{}, {"stream": True}, SHOWN, {"stop": ["x"], "temperature": 1}, {"n": 3}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
 def test_no_tokens_are_an_answer_too(client, options):
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, **options}
     reply = post(client, body, "/v1/completions").text
@@ -263,7 +249,6 @@ def test_a_prompt_may_fill_the_context_where_no_answer_follows(client):
 
 
 def test_a_client_that_leaves_takes_its_scores_with_it(world):
-    """A request is cancelled between two parts of its prompt; others have their own numbers."""
     asked = prompts()
     alone = scored(world.engine(), asked)
     engine = world.engine(prefill_chunk=16)
@@ -283,8 +268,7 @@ def test_a_client_that_leaves_takes_its_scores_with_it(world):
     }
 
 
-def test_many_scores_are_written_off_the_event_loop(client, monkeypatch):
-    """Of a stream; whole answers always are."""
+def test_many_scores_of_a_stream_are_written_off_the_event_loop(client, monkeypatch):
     written, chunk = [], TextWriter.chunk
     monkeypatch.setattr(answers, "LONG_ECHO", 8)
 
