@@ -1,10 +1,8 @@
-"""The playground in a real browser, for its tests: pages, what people do on them, and answers in
-place of a server's.
+"""The playground in a real browser: pages, what people do on them, answers in place of a server's.
 
     python -m tests.playground URL
 
-takes the pictures of the documents, docs/page.png and docs/page_dark.png, of a server of smollm2
-that has just started, on a quiet machine.
+takes docs/page.png and docs/page_dark.png of a server of smollm2 that has just started.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from eyas.engine.engine import EngineConfig
 from eyas.serve.server import ServeConfig, running_server
 from tests.browser import chromium
 
-# an answer of some forty tokens: a shorter one may reach a busy browser in too few pieces to time
+# some forty tokens of answer: a shorter one may come in too few pieces to time
 PROMPT = "Please book a table for 4 people at Sino in San Jose, on March 8th at 6:30 pm."
 WAIT_MS = 120_000  # a busy machine's
 # a draft of the head that was rejected
@@ -47,9 +45,7 @@ def browser():
 
 @contextmanager
 def opened(browser, url, faults=(), **options):
-    """A page in a context of its own. It may ask this server only, and complain of nothing but
-    `faults`.
-    """
+    """A page in a context of its own: it asks this server only, and complains of `faults` only."""
     options = {"viewport": {"width": 1280, "height": 860}} | options
     with browser.new_context(**options) as context:
         page = context.new_page()
@@ -77,7 +73,7 @@ def over(page):
 
 
 def settle(page, **values):
-    """Fill in settings, by the ids of their controls."""
+    """Settings, by the ids of their controls."""
     page.click("#open-settings")
     for name, value in values.items():
         page.fill(f"#{name}", str(value))
@@ -106,7 +102,6 @@ def texts(page, selector):
 
 
 def answer_with(page, answer):
-    """This answer in place of the server's."""
     page.route("**/completions", lambda route: route.fulfill(**answer))
 
 

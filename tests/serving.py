@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,13 @@ def post(client, body, path="/v1/chat/completions", **options):
     return httpx.post(client.url + path, json=body, timeout=300, **options)
 
 
+def text_of(reply):
+    """Of an answer, whole or in chunks."""
+    if hasattr(reply, "choices"):
+        return reply.choices[0].message.content
+    return "".join(one.choices[0].delta.content or "" for one in reply if one.choices)
+
+
 def events(reply):
     *lines, done = [line for line in reply.text.split("\n\n") if line]
     assert done == "data: [DONE]"
@@ -144,6 +152,12 @@ def events(reply):
 
 def health(client):
     return httpx.get(f"{client.url}/health")
+
+
+def wait_for_requests(client, holds):
+    """Until the number of requests that run or wait is such."""
+    while not holds(health(client).json()["requests"]):
+        time.sleep(0.01)
 
 
 class GatedEngine(Engine):

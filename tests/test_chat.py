@@ -1,6 +1,4 @@
-"""Chat templates and tokenizers, tiny, broken and real: what is a token and what is text, and when
-a conversation that eyas did not generate has tokens.
-"""
+"""Chat templates and tokenizers, tiny, broken and real: what is a token, and what is text."""
 
 import datetime
 import functools
@@ -79,7 +77,6 @@ def real_rows(count: int) -> list[list[Message]]:
 
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:
-    """With control tokens by name."""
     return chat.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -91,8 +88,8 @@ def control_ids(chat: Chat, ids: list[int]) -> list[int]:
 
 
 def test_tokens_are_those_on_record_or_there_are_none(tmp_path):
-    """tests/goldens/masks.json has the rows of two independent ways to a mask, by characters and by
-    tokens, which had to agree: every row that is taken has the same tokens and the same mask.
+    """tests/goldens/masks.json has the rows on which two independent ways to a mask agreed, by
+    characters and by tokens: every row that is taken has the same tokens and mask.
     """
     golden, taken = json.loads(GOLDEN.read_text()), {}
     for family, (folder, options) in families_of(tmp_path).items():
@@ -175,7 +172,6 @@ def test_a_row_needs_a_day_where_the_template_prints_one(chats):
     ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
 )
 def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(families, turns):
-    """As many control tokens as of harmless text, on every template."""
     for family, chat in families.items():
         neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
         prompt_ids = chat.prompt_ids(dialogue(*turns[:-1]))
@@ -283,11 +279,10 @@ def test_end_tokens_are_those_of_the_generation_config(tmp_path):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 319), max_size=40), st.integers(1, 5))
 def test_a_stream_is_decode_in_pieces(chats, ids, step):
-    """Random tokens: broken UTF-8, specials and all."""
-    chat = chats["chatml"]
-    stream = chat.stream()
+    """Of random tokens: broken UTF-8, specials and all."""
+    stream = chats["chatml"].stream()
     pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
-    assert "".join(pieces) + stream.finish() == chat.decode(ids)
+    assert "".join(pieces) + stream.finish() == chats["chatml"].decode(ids)
 
 
 @settings(max_examples=100, deadline=None)
@@ -335,9 +330,7 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families, family
 
 
 def test_what_cannot_be_kept_apart_is_refused(families):
-    """The one character that stands in for control tokens' names, together with a control token's
-    name.
-    """
+    """The character of the stand-ins, together with a control token's name."""
     chat = families["qwen3"]
     assert chat.decode(chat.prompt_ids(dialogue("\ufdef"))).count("\ufdef") == 1
     with pytest.raises(TemplateError, match="for text"):
@@ -347,7 +340,7 @@ def test_what_cannot_be_kept_apart_is_refused(families):
 
 
 def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path):
-    """ASCII-only JSON would write the shield as an escape, and leave it there."""
+    """ASCII-only JSON would keep the shield, as an escape."""
     like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
     chat = Chat(tmp_path)
     with pytest.raises(TemplateError, match="changes a message"):

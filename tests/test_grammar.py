@@ -1,6 +1,4 @@
-"""Grammars: whatever the mask lets through is an answer of the schema or the regular expression,
-and nothing else is needed.
-"""
+"""Grammars: what the mask lets through is an answer of the schema or the regular expression."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ REGEXES = [
     "",
 ]
 
-# minutes of intersections, and a stack of any size
+# Minutes of intersections, and a stack without end.
 PATTERNS = {
     "type": "string",
     "allOf": [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(30)],
@@ -67,23 +65,17 @@ CHAIN = {
     | {"d1400": {}},
 }
 
-# each may be any other, or an array of one: as many ways to read an answer as there are paths
-NAMES = [f"d{at}" for at in range(30)]
-LINKS = {name: {"$ref": f"#/$defs/{name}"} for name in NAMES}
-MUTUAL = {
-    "$ref": "#/$defs/d0",
-    "$defs": {
-        name: {
-            "anyOf": [link for other, link in LINKS.items() if other != name]
-            + [{"type": "array", "items": LINKS[NAMES[at - 1]]}]
-        }
-        for at, name in enumerate(NAMES)
-    },
+# Each may be any other, or an array of one: as many ways to read an answer as there are paths.
+LINKS = [{"$ref": f"#/$defs/d{at}"} for at in range(30)]
+DEFINED = {
+    f"d{at}": {"anyOf": [*LINKS[:at], *LINKS[at + 1 :], {"type": "array", "items": LINKS[at - 1]}]}
+    for at in range(30)
 }
+MUTUAL = {"$ref": "#/$defs/d0", "$defs": DEFINED}
 
 
 class Walker:
-    """A folder's tokenizer and its grammars, and random walks through them."""
+    """A folder's tokenizer, its grammars, and random walks through them."""
 
     def __init__(self, folder):
         if not folder.exists():
@@ -145,14 +137,10 @@ def test_a_walk_matches_the_regex(walker, regex):
 
 
 def test_the_mask_lets_the_usual_tokens_through(walker):
-    """Not only some answer: the tokenizer's own tokens of an answer are allowed, each in its place,
-    then the end.
-    """
+    """The tokenizer's own tokens of an answer, each in its place, then the end."""
+    answer = '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}'
     for options, text in (
-        (
-            {"json_schema": json.dumps(SCHEMA)},
-            '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}',
-        ),
+        ({"json_schema": json.dumps(SCHEMA)}, answer),
         ({"regex": r"[A-Za-z ]+\."}, "A few plain words."),
     ):
         matcher = walker.grammars.compile(SamplingParams(**options)).matcher()
@@ -194,16 +182,12 @@ def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
 
 def test_special_tokens_are_no_text(builtin):
     mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
-    special = [
-        number
-        for number, token in builtin.tokenizer.get_added_tokens_decoder().items()
-        if token.special
-    ]
+    added = builtin.tokenizer.get_added_tokens_decoder()
+    special = [number for number, token in added.items() if token.special]
     assert set(np.flatnonzero(mask_V[special])) <= {special.index(builtin.end)}
 
 
 def test_blanks_come_to_an_end(builtin):
-    """A target that goes on with blanks as long as it may."""
     matcher = builtin.grammars.compile(SamplingParams(json_schema=json.dumps(SCHEMA))).matcher()
     brace, blank = map(builtin.tokenizer.token_to_id, "{Ġ")
     matcher.advance(brace)
@@ -232,26 +216,22 @@ def test_a_grammar_is_compiled_once(builtin):
     assert grammars.compile(SamplingParams()) is None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"regex": "("},
-        {"regex": r"(a)\1"},
-        {"regex": "(?=a)b"},
-        {"regex": "a" * 70000},
-        {"json_schema": "{"},
-        {"json_schema": "[1]"},
-        {"json_schema": '{"type": "strin"}'},
-        {"json_schema": '{"type": "array", "uniqueItems": true}'},
-        {"json_schema": '{"not": {"type": "string"}}'},
-        {"json_schema": '{"type": "string", "pattern": "("}'},
-        {"json_schema": '{"$ref": "https://example.org/schema"}'},
-    ],
-    ids=lambda options: next(iter(options.values()))[:20],
-)
-def test_what_cannot_be_followed_is_refused(builtin, options):
-    with pytest.raises(InputError, match=next(iter(options))) as caught:
-        builtin.grammars.compile(SamplingParams(**options))
+REFUSED = [
+    *(("regex", one) for one in ("(", r"(a)\1", "(?=a)b", "a" * 70000)),
+    ("json_schema", "{"),
+    ("json_schema", "[1]"),
+    ("json_schema", '{"type": "strin"}'),
+    ("json_schema", '{"type": "array", "uniqueItems": true}'),
+    ("json_schema", '{"not": {"type": "string"}}'),
+    ("json_schema", '{"type": "string", "pattern": "("}'),
+    ("json_schema", '{"$ref": "https://example.org/schema"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), REFUSED, ids=lambda text: text[:20])
+def test_what_cannot_be_followed_is_refused(builtin, name, source):
+    with pytest.raises(InputError, match=name) as caught:
+        builtin.grammars.compile(SamplingParams(**{name: source}))
     assert "\n" not in caught.value.what
     assert caught.value.hint
 
@@ -266,7 +246,7 @@ def test_what_cannot_be_followed_is_refused(builtin, options):
     ids=["memory", "time", "stack"],
 )
 def test_what_needs_too_much_is_refused_and_costs_no_other_grammar(builtin, options):
-    """In the process that compiles first: the last ends by SIGSEGV what compiles it."""
+    """The process that compiles the last ends by SIGSEGV."""
     name = next(iter(options))
     with pytest.raises(InputError, match=f"the {name} needs more than") as caught:
         builtin.grammars.compile(SamplingParams(**options))
@@ -316,13 +296,12 @@ def failure_of(matcher, *tokens):
 
 def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
-    # the library's way of giving up, brought about by force
+    # not allowed: the library gives up
     matcher.advance(builtin.tokenizer.token_to_id("z"))
     assert failure_of(matcher).startswith("the regex ab cannot be followed any further: ")
 
 
 def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
-    """A walk meets what no budget allows, and the next answer begins."""
     params = SamplingParams(regex="x*((a{101}){100}){97}c")
     x, a = map(builtin.tokenizer.token_to_id, "xa")
     for _ in range(2):
@@ -333,7 +312,7 @@ def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
 
 
 def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_schema(builtin):
-    """In the process of this grammar, which nobody waits for, and whose end no other one feels."""
+    """In the process of this grammar, whose end no other one feels."""
     params = SamplingParams(json_schema=json.dumps(MUTUAL))
     other = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
     matcher = builtin.grammars.compile(params).matcher()

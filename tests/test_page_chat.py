@@ -1,6 +1,4 @@
-"""The playground as a chat, in a real browser: Markdown, branches, settings, what is kept, and what
-a screen reader meets.
-"""
+"""The playground as a chat: Markdown, branches, settings, what is kept, accessibility."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ PLAIN = """() => {
 
 
 def drawn(page, text, size=3):
-    """The elements that a text becomes which comes in tokens of so many characters."""
+    """The elements of a text that comes in tokens of so many characters."""
     page.unroute("**/completions")
     answer_with(page, events([text[at : at + size] for at in range(0, len(text), size)]))
     chat(page, "Say it.")
@@ -100,7 +98,6 @@ def test_markdown_becomes_elements_whatever_the_tokens_are(page):
 
 
 def test_every_shown_character_is_of_its_token(page):
-    """Tokens that cut through marks and words keep round and origin; without Markdown all shows."""
     pieces = ["# He", "ad\n\nsome **bo", "ld** wo", "rds and `co", "de`\n\n- it", "em"]
     rounds = [([one], "text" if n % 2 else "drafted", DRAFTED) for n, one in enumerate(pieces)]
     answer_with(page, streamed(rounds))
@@ -123,21 +120,8 @@ def test_every_shown_character_is_of_its_token(page):
 
 
 # Texts on which a careless parser takes quadratic time, or a stack without end.
-HOSTILE = [
-    "*a ",
-    "[",
-    "[a](",
-    "`",
-    ">",
-    "- ",
-    "*a _a ",
-    "a*",
-    "|",
-    "<http://a",
-    "\\",
-    "- a\n\n",
-    "~~a ",
-]
+HOSTILE = ["*a ", "[", "[a](", "`", ">", "- ", "*a _a ", "a*", "|", "<http://a", "\\"]
+HOSTILE += ["- a\n\n", "~~a "]
 
 
 def test_hostile_markdown_is_drawn_soon(page):
@@ -178,9 +162,8 @@ def sent(page):
 
     def note(request):
         if request.method == "POST":
-            found.append(
-                [(one["role"], one["content"]) for one in request.post_data_json["messages"]]
-            )
+            messages = request.post_data_json["messages"]
+            found.append([(one["role"], one["content"]) for one in messages])
 
     page.on("request", note)
     return found
@@ -291,7 +274,6 @@ def test_chats_are_kept_in_the_browser_and_can_be_deleted(page):
 
 
 def test_two_tabs_and_a_foreign_entry_lose_nothing(page):
-    """A chat that both go on with is two afterwards."""
     page.evaluate("localStorage.setItem('eyas.chat.x', '{\"nodes\": 3}')")
     say_in_turn(page, "A", "B")
     chat(page, "Q")
@@ -371,7 +353,6 @@ RICH = (
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390)])
 def test_axe_finds_nothing(browser, server, scheme, width):
-    """axe-core, all of its rules, of every state that a user meets."""
     from axe_playwright_python.sync_playwright import Axe  # noqa: PLC0415 - a development package
 
     size = {"width": width, "height": 860}

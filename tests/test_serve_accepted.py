@@ -19,8 +19,7 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.protocol import ChatRequest
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.worker import EngineWorker
-from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, complete, post, saying
-from tests.test_serve_api import text_of
+from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, complete, post, saying, text_of
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 PAGE = "https://chat.example.org"

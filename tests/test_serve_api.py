@@ -35,6 +35,7 @@ from tests.serving import (
     events,
     post,
     saying,
+    text_of,
 )
 from tests.tiny import tiny_target, tiny_tokenizer
 
@@ -47,12 +48,6 @@ LONE_SURROGATE = b'{"model": "tiny", "messages": [{"role": "user", "content": "\
 @pytest.fixture(scope="module")
 def truth(world):
     return world.truth
-
-
-def text_of(reply):
-    if hasattr(reply, "choices"):
-        return reply.choices[0].message.content
-    return "".join(one.choices[0].delta.content or "" for one in reply if one.choices)
 
 
 def user(content, **fields):
@@ -107,16 +102,6 @@ def test_end_tokens_are_counted_and_not_shown_and_may_be_ignored_or_put_off(tmp_
         assert ask(client, extra_body={"min_tokens": 10}).usage.completion_tokens >= 10
     assert reply.usage.completion_tokens == token_ids.index(end) + 1
     assert reply.choices[0].finish_reason == last.choices[0].finish_reason == "stop"
-
-
-def test_sampling_follows_its_parameters_and_seed(client, truth):
-    sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
-    once, again, other = (
-        post(client, {**BODY, **sampled, "seed": seed}).json()["choices"][0]["message"]["content"]
-        for seed in (7, 7, 8)
-    )
-    assert once == again == truth(**sampled, seed=7, max_tokens=24)[0]
-    assert once != other
 
 
 def test_temperature_is_one_and_the_room_is_filled_by_default(client, truth):
@@ -243,7 +228,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 OBFUSCATED = {"stream": True, "stream_options": {"include_obfuscation": True}}
 TWO_GRAMMARS = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
-OF_CHATS = [
+OF_CHATS = [  # with a parameter's name, or a part of it, and of the message
+    ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+    ({"function_call": {"name": "f"}}, "function_call", "send tool_choice"),
+    ({"logit_bias": {str(at): 1 for at in range(2000)}}, "", "2000 keys, the limit is 1024"),
+    ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
+    ({"stop": ["x", ""]}, "stop", "at least 1 character"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 2**31}, "top_k"),
     ({"n": 0}, "n"),
@@ -255,7 +245,7 @@ OF_CHATS = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 3}, "max_tokens"),
     ({"stop": ["a"] * 17}, "stop"),
-    ({"stop": ""}, "stop"),
+    ({"stop": ""}, "stop", "a stop string is empty"),
     ({"frequency_penalty": 2.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 200}}, "logit_bias.1"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -291,7 +281,7 @@ OF_CHATS = [
     (user("x", reasoning_content="y"), "messages"),
     (user("x", name="y" * 300), "messages.0.name"),
     (user([{"type": "text", "text": "x", "cache": 1}]), "messages.0.content.0.cache"),
-    (user([IMAGE]), "messages.0.content.0"),
+    (user([IMAGE]), "messages.0.content.0", "reads no images"),
 ]
 OF_TEXTS = [
     ({"prompt": ""}, "prompt"),
@@ -330,20 +320,21 @@ OF_TOOLS = [  # by a template that has them
 
 
 @pytest.mark.parametrize(
-    ("served", "body", "param"),
+    ("served", "body", "param", "says"),
     [
-        *(("client", *row) for row in OF_CHATS),
-        *(("follower", *row) for row in OF_GRAMMARS),
-        *(("caller", *row) for row in OF_TOOLS),
-        *(("client", {"prompt": "x", **body}, param) for body, param in OF_TEXTS),
+        *(("client", *row, "")[:4] for row in OF_CHATS),
+        *(("follower", *row, "") for row in OF_GRAMMARS),
+        *(("caller", *row, "") for row in OF_TOOLS),
+        *(("client", {"prompt": "x", **body}, param, "") for body, param in OF_TEXTS),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(request, served, body, param):
+def test_what_cannot_be_done_is_refused_by_name(request, served, body, param, says):
     path, body = (TEXT, {"model": MODEL, **body}) if "prompt" in body else (CHAT, BODY | body)
     reply = post(request.getfixturevalue(served), body, path)
     error = reply.json()["error"]
     assert (reply.status_code, error["type"]) == (400, "invalid_request_error"), reply.text
     assert (error["param"] or "").startswith(param) or (path == TEXT and param in error["message"])
+    assert says in error["message"]
 
 
 def test_the_official_client_reads_refusals(client):
@@ -464,12 +455,16 @@ def test_samples_are_those_of_the_engine(client, world):
         {"logit_bias": {7: 50.0}},
         {"stop_token_ids": (70, 71, 72)},
         {"top_k": 5, "temperature": 1.5, "seed": 2},
+        {"top_k": 20, "top_p": 0.9, "temperature": 0.8, "seed": 7},
     ],
 )
 def test_every_field_reaches_the_engine(client, truth, params):
     body = json.loads(json.dumps(params))
-    reply = post(client, {**BODY, **body}).json()
-    assert reply["choices"][0]["message"]["content"] == truth(max_tokens=24, **params)[0]
+    (choice,) = post(client, {**BODY, **body}).json()["choices"]
+    assert choice["message"]["content"] == truth(max_tokens=24, **params)[0]
+    if "seed" in params:
+        other = post(client, {**BODY, **body, "seed": 8}).json()["choices"]
+        assert choice["message"]["content"] != other[0]["message"]["content"]
 
 
 # Log-probabilities

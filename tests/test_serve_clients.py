@@ -1,5 +1,5 @@
-"""Agents on smollm2, whose template has no tools, by the clients that people write them with
-(`pip install --group clients`, in this environment or PYTHON's), and the bodies that these sent.
+"""Agents on smollm2, whose template has no tools, by the clients that people write them with (`pip
+install --group clients`, in this environment or PYTHON's), and the bodies that these sent.
 
     EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     keeps the bodies anew
 """

@@ -1,6 +1,4 @@
-"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head. Neither is
-needed here.
-"""
+"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A folder laid out as by `eyas export`, with just enough to recognise its two forms."""
+    """As `eyas export` makes it, with just enough to recognise its two forms."""
     folder = tmp_path_factory.mktemp("a head")
     for form, config in (("sglang", {}), ("vllm", {"speculators_model_type": "eagle3"})):
         (folder / form).mkdir()
@@ -39,7 +37,7 @@ def head(tmp_path_factory):
 
 
 def options(arguments):
-    """Flags with their values, behind the command's first words."""
+    """Flags with their values."""
     first = next(number for number, one in enumerate(arguments) if one.startswith("--"))
     arguments = [one for one in arguments if one != "--enable-metrics"]
     assert len(arguments[first:]) % 2 == 0
@@ -109,7 +107,6 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
     "engine", [{"speculation": "fixed(3,4,8)"}, {"speculation": "auto(3,1,8)"}]
 )
 def test_a_tree_is_refused_for_vllm(target, head, engine):
-    """It drafts chains, and one that was asked for a tree would be thought to draft it."""
     with pytest.raises(ConfigError, match="vLLM drafts chains"):
         engine_command(EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine))
 

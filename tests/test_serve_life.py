@@ -1,6 +1,4 @@
-"""A server's life: models, health, a thread or a process, clients that leave, an engine that fails,
-the end.
-"""
+"""A server's life: health, clients that leave, an engine that fails, another head, the end."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -36,20 +34,38 @@ from eyas.serve.metrics import Metrics
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.writers import CompletionWriter
 from tests.object_stores import free_port
-from tests.serving import MAX_LENGTH, MODEL, GatedEngine, ask, connected, health
+from tests.serving import (
+    MAX_LENGTH,
+    MODEL,
+    GatedEngine,
+    ask,
+    connected,
+    health,
+    text_of,
+    wait_for_requests,
+)
 from tests.tiny_head import head_folder
+
+
+def process_config(world):
+    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
+    return ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
+
+
+@contextmanager
+def ending(served):
+    """A client that outlives its server, what ends the server in a thread, and the threads."""
+    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
+        url = server.enter_context(served).url
+        yield clients.enter_context(connected(url)), lambda: pool.submit(server.close), pool
 
 
 def test_models_and_health(client):
     (card,) = client.models.list().data
     assert card.id == MODEL
     told = {"model": MODEL, "dtype": "float32", "has_head": False, "text_drafts": False}
-    assert card.eyas == told | {
-        "max_length": MAX_LENGTH,
-        "context": None,
-        "target_fingerprint": None,
-        "hub_id": None,
-    }
+    unknown = dict.fromkeys(("context", "target_fingerprint", "hub_id"))
+    assert card.eyas == told | unknown | {"max_length": MAX_LENGTH}
     assert health(client).json() == {"status": "ok", "requests": 0}
 
 
@@ -146,7 +162,7 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
             assert (told.status_code, told.json()) == (200, {"head": name, "before": before})
             before = name
         for stream in streams:
-            assert stream.result().choices[0].message.content == truth
+            assert text_of(stream.result()) == truth
         (heads / "linked").mkdir()
         for path in (tmp_path / "head").iterdir():
             (heads / "linked" / path.name).symlink_to(path)
@@ -161,14 +177,14 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
             assert what in told.json()["error"]["message"]
             assert str(tmp_path) not in told.text
         assert swap("head-1", "another key").status_code == 401
-        assert ask(asking, max_tokens=150).choices[0].message.content == truth
+        assert text_of(ask(asking, max_tokens=150)) == truth
         assert ask(asking).usage.eyas["accept_hist"]
     swapped = [one.data for one in caplog.records if one.getMessage() == "another head drafts"]
     assert [one["head"] for one in swapped] == ["head-1", "head-2"] * 4
 
 
 def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_path):
-    """`cp` over a file that is mapped cuts it short first: what is read there is SIGBUS."""
+    """`cp` cuts a mapped file short first: reading it then is SIGBUS."""
     head_folder(world.folder, tmp_path / "heads" / "a")
     copy_head(tmp_path / "heads", "a", str(tmp_path / "copy"))
     engine = world.drafting(tmp_path / "head", "fixed(2,2,4)")
@@ -184,10 +200,7 @@ def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_p
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
 def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
-    """What runs and what waits is answered to its end, also where it is told so again."""
-    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
-    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+    command = [sys.executable, "-m", "eyas.serve", process_config(world).model_dump_json()]
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
@@ -203,8 +216,8 @@ def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
             for one in signals:
                 process.send_signal(one)
                 time.sleep(0.02)
-            text += "".join(piece.choices[0].delta.content or "" for piece in reply)
-            assert waiting.result().choices[0].message.content == world.truth(max_tokens=24)[0]
+            text += text_of(reply)
+            assert text_of(waiting.result()) == world.truth(max_tokens=24)[0]
             process.send_signal(signals[-1])
         _, printed = process.communicate()
     assert text == world.truth(max_tokens=150)[0]
@@ -223,13 +236,12 @@ def test_a_server_swaps_heads_only_where_it_was_told_to(client, tmp_path):
 def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
     """Nothing new is taken; health and counters answer until the last word is sent."""
     engine = world.engine(GatedEngine)
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
-        url = server.enter_context(world.served(engine)).url
-        client = clients.enter_context(connected(url))
+    with ending(world.served(engine)) as (client, end, pool):
+        url = client.url
         engine.gate.release()
         reply = ask(client, stream=True)
         text = next(reply).choices[0].delta.content
-        leaving = pool.submit(server.close)
+        leaving = end()
         while health(client).status_code == 200:
             time.sleep(0.01)
         assert health(client).json() == {"status": "draining", "requests": 1}
@@ -244,7 +256,7 @@ def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
         assert refused.value.response.headers["connection"] == "close"
         assert not leaving.done()
         engine.gate.release(100)
-        text += "".join(piece.choices[0].delta.content or "" for piece in reply)
+        text += text_of(reply)
         leaving.result()
     assert text == world.truth(max_tokens=24)[0]
     with pytest.raises(httpx.ConnectError):
@@ -252,18 +264,16 @@ def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
 
 
 def test_who_reads_the_counters_regularly_has_the_last_of_them(world):
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(1) as pool:
-        url = server.enter_context(world.served()).url
-        client = clients.enter_context(connected(url))
+    with ending(world.served()) as (client, end, _):
         for _ in range(2):
-            httpx.get(f"{url}/metrics")
+            httpx.get(f"{client.url}/metrics")
             time.sleep(1)
         ask(client, max_tokens=7)
-        leaving = pool.submit(server.close)
+        leaving = end()
         while health(client).status_code == 200:
             time.sleep(0.01)
         assert not leaving.done()
-        page = httpx.get(f"{url}/metrics").text
+        page = httpx.get(f"{client.url}/metrics").text
         leaving.result(5)
     assert "eyas:generation_tokens_total" in page
     assert 'finished_reason="length",model_name="tiny"} 1.0' in page
@@ -286,12 +296,11 @@ def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch)
 
 
 def test_a_server_ends_with_the_process_that_started_it_however_that_ends(world):
-    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
     code = f"""
 import time
 from eyas.serve.server import ServeConfig, running_server
-with running_server(ServeConfig.model_validate_json({config.model_dump_json()!r})) as url:
+given = {process_config(world).model_dump_json()!r}
+with running_server(ServeConfig.model_validate_json(given)) as url:
     print(url, flush=True)
     time.sleep(600)
 """
@@ -314,16 +323,13 @@ with running_server(ServeConfig.model_validate_json({config.model_dump_json()!r}
 
 def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
     engine = world.engine(GatedEngine)
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
-        url = server.enter_context(world.served(engine, LimitsConfig(shutdown_s=0.3))).url
-        client = clients.enter_context(connected(url))
+    with ending(world.served(engine, LimitsConfig(shutdown_s=0.3))) as (client, end, pool):
         engine.gate.release()
         begun = ask(client, stream=True, max_tokens=100)
         next(begun)
         whole = pool.submit(ask, client)
-        while health(client).json()["requests"] < 2:
-            time.sleep(0.01)
-        leaving = pool.submit(server.close)
+        wait_for_requests(client, lambda count: count >= 2)
+        leaving = end()
         with pytest.raises(openai.APIError, match="shutting down"):
             list(begun)
         with pytest.raises(openai.InternalServerError) as stopped:
@@ -355,9 +361,7 @@ def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypatch, capsys):
-    """Vertex AI restarts a container that does not listen; and the first process of a container
-    must handle SIGTERM itself.
-    """
+    """Vertex AI restarts a container that does not listen."""
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     seen = []
 
@@ -386,8 +390,6 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
 
 
 def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypatch):
-    """As it drops one that is raised while weak references are collected."""
-
     class Dropped:
         def __del__(self):
             signal.raise_signal(signal.SIGTERM)
@@ -454,9 +456,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
 
 
 def test_small_chunks_are_sent_at_once():
-    """Else, after the headers, a stream's first tokens wait some 40 ms for their receipt (Nagle's
-    algorithm).
-    """
+    """Else a stream's second chunk waits 40 ms (Nagle's algorithm)."""
 
     async def no_delay():
         seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -478,7 +478,7 @@ def test_small_chunks_are_sent_at_once():
 def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(
     client, monkeypatch, caplog
 ):
-    pushes = []
+    pushes, original = [], CompletionWriter.chunk
 
     def push(self, update):
         pushes.append(update)
@@ -486,7 +486,6 @@ def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_word
             raise RuntimeError("quotes what somebody wrote")
         return original(self, update)
 
-    original = CompletionWriter.chunk
     monkeypatch.setattr(CompletionWriter, "chunk", push)
     with pytest.raises(openai.APIError, match="internal error: RuntimeError"):
         list(ask(client, stream=True, max_tokens=8))

@@ -1,6 +1,4 @@
-"""What a server tells of itself: metrics that Prometheus can read and that add up, and a line of
-log for each request.
-"""
+"""Metrics that Prometheus can read and that add up, and a line of log for each request."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def speculating(world, tmp_path):
 
 
 def scraped(client):
-    """Samples by name and labels but the model's, which all must have."""
+    """Samples by name and labels; all have the model's."""
     page = httpx.get(f"{client.url}/metrics")
     assert page.headers["content-type"].startswith("text/plain")
     found = {}
@@ -46,9 +44,7 @@ def scraped(client):
 
 
 def test_metrics_add_up_to_the_requests_that_were_made(speculating):
-    replies = [
-        ask(speculating, max_tokens=tokens, n=samples) for tokens, samples in ((24, 1), (10, 2))
-    ]
+    replies = [ask(speculating, max_tokens=most, n=n) for most, n in ((24, 1), (10, 2))]
     list(ask(speculating, max_tokens=12, stream=True))
     post(speculating, {"model": MODEL, "messages": []})
     refused = post(speculating, {"model": MODEL, "messages": MESSAGES, "guided_regex": "("})
@@ -139,7 +135,7 @@ def test_the_trace_of_a_request_is_in_the_log_and_in_the_answer(speculating, cap
 
 
 def test_a_server_tells_what_its_own_head_s_card_promises(world, tmp_path):
-    """Of the drafts that it makes, from the first scrape on; of a form, from the export's card."""
+    """Of the drafts that it makes, from the first scrape on."""
     head = head_folder(world.folder, tmp_path / "export" / "sglang")
     figures = {"num_draft_steps": 2, "rounds": 900, "answers": 50, "acceptance_by_position": [0.5]}
     figures |= {"speculation": "fixed(2,2,4)", "tau_interval": [1.5, 1.7]}

@@ -16,7 +16,7 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.translation import Translator
 from eyas.serve.vertex import VertexConfig, from_environment, instances
-from tests.serving import MESSAGES, MODEL, ask, complete, events, post
+from tests.serving import MESSAGES, MODEL, ask, complete, events, post, text_of
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
@@ -43,7 +43,7 @@ def test_predictions_are_what_the_endpoints_answer(client):
     assert reply.status_code == 200
     chat, text, two = reply.json()["predictions"]
     expected = ask(client, max_tokens=12)
-    assert chat["choices"][0]["message"]["content"] == expected.choices[0].message.content
+    assert chat["choices"][0]["message"]["content"] == text_of(expected)
     assert chat["usage"]["completion_tokens"] == 12
     assert chat["model"] == MODEL
     assert text["choices"][0]["text"] == complete(client, max_tokens=6).choices[0].text
@@ -58,9 +58,9 @@ def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
 
 
 def test_openai_s_bodies_are_answered_by_themselves(client):
-    """As rawPredict and streamRawPredict hand them on, with a model or without."""
+    """As rawPredict and streamRawPredict send them, with a model or without."""
     chat, text = predict(client, CHAT).json(), predict(client, {**TEXT, "model": "any"}).json()
-    expected = ask(client, max_tokens=12).choices[0].message.content
+    expected = text_of(ask(client, max_tokens=12))
     assert (chat["object"], text["object"]) == ("chat.completion", "text_completion")
     assert chat["choices"][0]["message"]["content"] == expected
     assert text["choices"][0]["text"] == complete(client, max_tokens=6).choices[0].text
@@ -74,7 +74,6 @@ def test_openai_s_bodies_are_answered_by_themselves(client):
 
 
 def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
-    """In `instances` and `parameters`, at any depth; a half is refused as before."""
     instance = {"messages": MESSAGES, "max_tokens": 16.0, "n": 2.0, "seed": 3.0}
     body = {"instances": [instance], "parameters": {"top_k": 1.0, "temperature": 0.5}}
     (answer,) = predict(client, body).json()["predictions"]
@@ -86,7 +85,6 @@ def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
 
 
 def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):
-    """As those of the other endpoints: what comes before the engine is part of them."""
     monkeypatch.setattr(
         Translator, "completion", lambda *given: time.sleep(0.3) or translated(*given)
     )
@@ -98,6 +96,9 @@ def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):
 
 
 translated = Translator.completion
+
+
+TITLE = {"guided_json": {"title": "x" * 70_000}}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,7 @@ translated = Translator.completion
         ({"instances": [{**CHAT, "temperature": "hot"}]}, "instances.0.temperature"),
         ({"instances": [CHAT], "parameters": {"top_p": 7}}, "parameters.top_p"),
         ({"instances": [CHAT], "parameters": {"messages": MESSAGES}}, "parameters.messages"),
-        (
-            {"instances": [CHAT] * 128, "parameters": {"guided_json": {"title": "x" * 70_000}}},
-            "parameters",
-        ),
+        ({"instances": [CHAT] * 128, "parameters": TITLE}, "parameters"),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
         ({"instances": [CHAT, {**CHAT, "max_tokens": 0}]}, "instances.1.max_tokens"),
         ({"instances": [{**CHAT, "use_beam_search": True}]}, "instances.0.use_beam_search"),
@@ -163,10 +161,10 @@ def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
     assert httpx.get(client.url + "/health").status_code == 200
     page = httpx.get(client.url + "/metrics").text
     assert f'endpoint="{ROUTES.predict_route}"' in page
+    assert httpx.get(client.url + "/openapi.json").json()["paths"][ROUTES.predict_route]["post"]
 
 
 def test_a_predict_route_may_be_an_endpoint_of_the_server(world):
-    """As for `rawPredict`, which hands the body on as it is."""
     routes = VertexConfig(predict_route="/v1/chat/completions")
     with world.served(vertex=routes) as client:
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
@@ -196,29 +194,21 @@ def test_the_environment_says_where_and_what():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "value"),
     [
-        {"AIP_HTTP_PORT": "eighty"},
-        {"AIP_HTTP_PORT": "70000"},
-        {"AIP_HTTP_PORT": "²"},
-        {"AIP_HEALTH_ROUTE": "healthy"},
-        {"AIP_PREDICT_ROUTE": "/{x}"},
-        {"AIP_PREDICT_ROUTE": "/healthy"},
+        *(("HTTP_PORT", port) for port in ("eighty", "70000", "²")),
+        ("HEALTH_ROUTE", "healthy"),
+        *(("PREDICT_ROUTE", route) for route in ("/{x}", "/healthy")),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_an_error(change):
+def test_an_environment_that_makes_no_sense_is_an_error(name, value):
     with pytest.raises(ConfigError):
-        from_environment({**ENVIRONMENT, **change})
+        from_environment({**ENVIRONMENT, f"AIP_{name}": value})
 
 
 def test_without_a_target_and_without_a_store_there_is_nothing_to_serve():
     with pytest.raises(ConfigError, match="no target"):
         ServeConfig(**from_environment({"AIP_HTTP_PORT": "8080"}))
-
-
-def test_the_document_has_the_predict_route(client):
-    paths = httpx.get(client.url + "/openapi.json").json()["paths"]
-    assert paths[ROUTES.predict_route]["post"]
 
 
 def test_target_and_head_come_from_the_store(tmp_path, monkeypatch):

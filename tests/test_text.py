@@ -33,7 +33,7 @@ def index_of(tokens: list[int]) -> TextIndex:
 
 
 def longest_match(tokens: list[int]) -> tuple[int, int]:
-    """As `TextIndex.match` says, by trying every place."""
+    """`TextIndex.match` by trying every place."""
     best = (0, -1)
     for place in range(1, len(tokens)):
         length = 0
@@ -161,7 +161,7 @@ def children(proposals: Proposals, b: int, parent: int) -> dict[int, int]:
 
 
 def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
-    """The candidates of line b by their tokens from the root."""
+    """Candidates of line b by their tokens from the root."""
     found: dict[tuple[int, ...], int] = {}
     for c, parent in enumerate(proposals.parents[b].tolist()):
         if is_there(proposals, b)[c]:

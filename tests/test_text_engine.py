@@ -19,7 +19,7 @@ def engine(target: Target, head: bool = True, **config: object) -> Engine:
 
 
 def repeating(count: int, **params: object) -> list[Request]:
-    """Prompts that repeat themselves, so that text always has something to say."""
+    """Prompts that repeat themselves: text always drafts."""
     return [
         Request(one.id, tuple((one.prompt_ids * 30)[: 12 + 5 * index]), one.params, one.speculation)
         for index, one in enumerate(requests(count, **params))
@@ -37,12 +37,9 @@ def test_requests_may_do_without_text(target):
 
 
 def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
-    """The rounds of a request tell whether an answer like its own has been given: only to its own
-    salt, and of no request that wants no text.
-    """
+    """A request's rounds show whether an answer like its own was given."""
 
     def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
-        """Tokens of each round."""
         one = requests(1, max_tokens=40, ignore_eos=True)[0]
         drafting.add(
             Request("0", one.prompt_ids, one.params, cache_salt=salt, text_drafts=text_drafts)
@@ -50,9 +47,8 @@ def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
         rounds = []
         while drafting.has_work:
             rounds += [update.token_ids for update in drafting.step()]
-        assert {("0", 0): ([token for tokens in rounds for token in tokens], "length")} == plainly(
-            target, [one]
-        )
+        found = [token for tokens in rounds for token in tokens]
+        assert {("0", 0): (found, "length")} == plainly(target, [one])
         return [len(tokens) for tokens in rounds]
 
     fresh = rounds_of(engine(target, head=False), "b")
@@ -66,7 +62,6 @@ def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
 
 
 def test_tau_is_of_rounds_that_the_head_drafted_in(target):
-    """Text's own rounds would hide a head that hardly helps."""
     drafting = engine(target, head=False)
     results = list(drafting.run(repeating(3)))
     assert drafting.metrics()["accepted_text"] > 0
@@ -75,9 +70,8 @@ def test_tau_is_of_rounds_that_the_head_drafted_in(target):
 
 def test_who_asks_for_no_speculation_gets_none(target):
     drafting = engine(target, head=False)
-    assert decoded(list(drafting.run(repeating(3, speculation=False)))) == plainly(
-        target, repeating(3)
-    )
+    found = decoded(list(drafting.run(repeating(3, speculation=False))))
+    assert found == plainly(target, repeating(3))
     assert drafting.metrics()["accepted_text"] == 0
 
 
@@ -108,17 +102,13 @@ def test_drafted_trees_are_returned_with_texts_nodes(target):
         )
     while drafting.has_work:
         for update in drafting.step():
-            if update.tree is not None:
-                tree = update.tree
-                assert all(parent < node for node, parent in enumerate(tree.parents))
-                assert (
-                    update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
-                )
-                assert all(
-                    p is None if source == "text" else 0 <= p <= 1
-                    for p, source in zip(tree.probabilities, tree.sources, strict=True)
-                )
-                seen |= set(tree.sources)
+            if (tree := update.tree) is None:
+                continue
+            assert all(parent < node for node, parent in enumerate(tree.parents))
+            assert update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
+            for p, source in zip(tree.probabilities, tree.sources, strict=True):
+                assert p is None if source == "text" else 0 <= p <= 1
+            seen |= set(tree.sources)
     assert seen >= {"text", "head"}
 
 

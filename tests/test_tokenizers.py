@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates are transformers', on every one that the tests have: made-up
-families, folders of older forms, the packaged targets, what GGUF files become, real ones.
+"""Tokenizers and chat templates do what transformers' do: of made-up families, older folders, the
+packaged targets, GGUF files, real ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ TEXTS = (
 
 
 def from_gguf(folder: Path, file: Path) -> Path:
-    """The texts of the folder that a file becomes."""
     opened = open_file(file)
     tokenizer, config = tokenizer_of(opened)
     folder.mkdir()
@@ -74,7 +73,7 @@ def real(name: str, folder: Path) -> Path:
 def configured(
     make: Callable[[Path], Path], folder: Path, files: dict[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """A family's folder with another tokenizer_config.json (None takes a key out), other files."""
+    """A family's folder with changes to tokenizer_config.json (None: no such key), other files."""
     path = make(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
@@ -241,7 +240,7 @@ def test_a_template_that_reaches_out_of_its_sandbox_is_stopped(source):
 
 
 def test_rules_of_the_file_stay_where_transformers_drops_them(tmp_path):
-    """It makes a GPT2Tokenizer of the vocabulary alone: an accent would not be composed."""
+    """Its GPT2Tokenizer would not compose an accent."""
     configured(like_qwen, tmp_path, tokenizer_class="GPT2Tokenizer")
     ids = read_tokenizer(tmp_path).backend.encode("cafe\u0301").ids
     assert ids == read_tokenizer(tmp_path).backend.encode("caf\u00e9").ids
