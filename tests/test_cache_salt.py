@@ -24,7 +24,7 @@ def hits(client):
         lambda client, salt: complete(client, PROMPT, extra_body=salt).choices[0].text,
     ],
 )
-def test_the_same_salt_reuses_and_another_does_not(client, asked):
+def test_salts_separate_prefixes(client, asked):
     texts, found = [], []
     for salt in (None, None, "a", "a", "b", None):
         before = hits(client)
@@ -36,7 +36,7 @@ def test_the_same_salt_reuses_and_another_does_not(client, asked):
 
 @pytest.mark.parametrize("salt", ["", "x" * 129, 3, ["a"]])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_salt_that_is_none_is_refused(client, path, salt):
+def test_wrong_salts_are_refused(client, path, salt):
     asked = {"messages": LONG} if "chat" in path else {"prompt": PROMPT}
     body = {"model": MODEL, "max_tokens": 1, **asked}
     answer = post(client, {**body, "cache_salt": salt}, path)

@@ -87,7 +87,7 @@ def control_ids(chat: Chat, ids: list[int]) -> list[int]:
 # Conversations that eyas did not generate
 
 
-def test_tokens_are_those_on_record_or_there_are_none(tmp_path):
+def test_rows_are_those_on_record(tmp_path):
     """tests/goldens/masks.json has the rows on which two independent ways to a mask agreed, by
     characters and by tokens: every row that is taken has the same tokens and mask.
     """
@@ -124,7 +124,7 @@ def test_real_templates_on_real_conversations(name):
                 assert answer_ids[-1] in chat.eos_token_ids
 
 
-def test_a_thinking_answer_is_the_targets_whole_and_a_lost_thought_has_no_row():
+def test_answers_with_and_without_thoughts():
     chat = real_chat("qwen3")
     whole = "<think>\nFor how many?\n</think>\n\nFor two?"
     _, answer_ids = chat.answered(dialogue("A table?", whole))
@@ -151,13 +151,13 @@ SPACES = TEMPLATE.replace("message['content'] +", "' ' + message['content'] + ' 
         (TEMPLATE, {"content": [{"type": "text", "text": "Hi"}]}, "in several parts"),
     ],
 )
-def test_what_may_not_be_the_targets_tokens_has_no_row(tmp_path, template, answer, match):
+def test_doubtful_answers_have_no_row(tmp_path, template, answer, match):
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=match):
         Chat(tmp_path).answered([*dialogue("Hi"), {"role": "assistant", **answer}])
 
 
-def test_a_row_needs_a_day_where_the_template_prints_one(chats):
+def test_dated_rows_need_a_day(chats):
     assert chats["dates"].answered(dialogue("Hi", "Hello"))
     with pytest.raises(TemplateError, match="other tokens tomorrow"):
         Chat(chats["dates"].folder).answered(dialogue("Hi", "Hello"))
@@ -171,7 +171,7 @@ def test_a_row_needs_a_day_where_the_template_prints_one(chats):
         max_size=6,
     ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
 )
-def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(families, turns):
+def test_random_messages_are_text_and_rows_are_exact(families, turns):
     for family, chat in families.items():
         neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
         prompt_ids = chat.prompt_ids(dialogue(*turns[:-1]))
@@ -197,7 +197,7 @@ def test_a_fixed_date_is_the_same_tomorrow(chats):
     assert fixed.render(dialogue("Hi")) == clock.render(dialogue("Hi"))
 
 
-def test_a_conversation_that_the_template_refuses_says_why(chats):
+def test_the_templates_refusal_is_shown(chats):
     with pytest.raises(TemplateError, match="Roles must alternate"):
         chats["alternates"].render([*dialogue("Hi"), *dialogue("Hi")])
 
@@ -236,7 +236,7 @@ LOOP = "{% set a = 9999 * 'xx' %}{% for i in range(99999) %}"
         ("{{ 1 // 0 }}", "refuses a conversation: integer division"),
     ],
 )
-def test_a_template_that_cannot_work_is_refused_at_once(tmp_path, monkeypatch, template, what):
+def test_broken_templates_are_refused_at_once(tmp_path, monkeypatch, template, what):
     monkeypatch.setattr(environment, "RENDER_S", 0.05)
     monkeypatch.setattr(environment, "MOST_PARTS", 1 << 16)
     tiny_tokenizer(tmp_path, chat_template=template)
@@ -251,7 +251,7 @@ def test_a_doubled_bos_is_refused(tmp_path):
         Chat(tmp_path, DAY)
 
 
-def test_a_template_that_needs_tools_is_taken_with_them(tmp_path):
+def test_a_template_that_needs_tools(tmp_path):
     chat = Chat(like_qwen(tmp_path, LIKE_HERMES))
     assert '"find"' in spelled(chat, chat.prompt_ids(dialogue("Hi"), TOOLS))
     with pytest.raises(TemplateError, match="refuses a conversation without tools"):
@@ -297,7 +297,7 @@ def test_a_stream_never_gives_half_a_character(chats, text):
     assert stream.finish() == ""
 
 
-def test_a_stream_tells_what_an_unfinished_character_leaves(chats):
+def test_a_stream_ends_within_a_character(chats):
     chat = chats["chatml"]
     stream = chat.stream()
     ids = chat.tokenizer.encode("ok\U0001f642", add_special_tokens=False).ids
@@ -316,7 +316,7 @@ def conversation_with(text: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "builtin", *REAL])
-def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families, family):
+def test_control_tokens_in_messages_are_text(families, family):
     made = {**families, "builtin": Chat(target_folder(), DAY)}
     chat = made[family] if family in made else real_chat(family)
     neutral = control_ids(chat, chat.prompt_ids(conversation_with("x")))
@@ -339,7 +339,7 @@ def test_what_cannot_be_kept_apart_is_refused(families):
         chat.prompt_ids(dialogue("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
 
 
-def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path):
+def test_a_template_that_changes_the_shield_is_refused(tmp_path):
     """ASCII-only JSON would keep the shield, as an escape."""
     like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
     chat = Chat(tmp_path)
@@ -362,12 +362,12 @@ def test_tools_and_calls_are_text_too(families):
     assert len(ends) == 4, "of the tools, the question, the call and the result"
 
 
-def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path):
+def test_options_reach_the_template(tmp_path):
     chat = Chat(like_qwen(tmp_path), options={"enable_thinking": False})
     assert chat.render(dialogue("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
 
 
-def test_a_message_as_servers_hand_it_to_a_template():
+def test_messages_as_served():
     calls = [{"function": {"name": "find", "arguments": '{"city": "Oslo"}'}}]
     served = as_served({"role": "assistant", "tool_calls": calls, "reasoning": "Hm", "name": None})
     assert served == {
@@ -384,7 +384,7 @@ def test_a_message_as_servers_hand_it_to_a_template():
         assert made["tool_calls"][0]["arguments"] == read
 
 
-def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path):
+def test_formats_of_the_day(tmp_path):
     codes = " ".join(f"%{code}" for code in "aAbBdejmyYHIMSpxXcDFTR")
     like_granite(tmp_path, LIKE_GRANITE.replace("%B %d, %Y", codes))
     shown = Chat(tmp_path, DAY).render(dialogue("Hi")).split("Today is ")[1].split(".\n")[0]

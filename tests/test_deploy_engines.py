@@ -79,7 +79,7 @@ def test_objects_fit_the_schemas_of_kubernetes(name, version):
         kubernetes_validate.validate(wrong, version, strict=True)
 
 
-def test_all_that_is_promised_is_there_and_belongs_together(objects, server):
+def test_objects_belong_together(objects, server):
     assert set(objects) == KINDS | {WORKLOADS[server]}
     labels = {"app.kubernetes.io/name": server}
     assert all(one["metadata"]["name"] == server for one in objects.values())
@@ -109,7 +109,7 @@ def test_only_named_pods_and_prometheus_reach_a_server(objects, server):
     assert rule["ports"] == [{"port": port["name"]}]
 
 
-def test_the_version_of_the_head_stands_in_one_place_that_a_command_changes(objects, pod, server):
+def test_the_heads_version_is_in_one_place(objects, pod, server):
     """The label of the pods, which the head's URL and the series' label follow. The first pod of a
     roll-out is a canary for half an hour.
     """
@@ -152,7 +152,7 @@ def test_the_command_is_the_one_that_export_writes(pod, engine):
     assert port["containerPort"] == 8000
 
 
-def test_the_head_comes_from_its_form_s_folder_before_the_engine_starts(pod, engine):
+def test_the_head_is_fetched_first(pod, engine):
     (fetching,) = pod["initContainers"]
     source, folder = fetching["args"]
     assert re.fullmatch(rf"gs://BUCKET/heads/[\w-]+/\$\(HEAD_VERSION\)/{engine}", source)

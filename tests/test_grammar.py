@@ -136,7 +136,7 @@ def test_a_walk_matches_the_regex(walker, regex):
     assert all(re.fullmatch(regex, text) for text in texts), texts
 
 
-def test_the_mask_lets_the_usual_tokens_through(walker):
+def test_the_usual_tokens_are_allowed(walker):
     """The tokenizer's own tokens of an answer, each in its place, then the end."""
     answer = '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}'
     for options, text in (
@@ -150,7 +150,7 @@ def test_the_mask_lets_the_usual_tokens_through(walker):
         assert matcher.is_over
 
 
-def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
+def test_the_end_is_allowed_where_the_grammar_may_stop(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab?")).matcher()
     a, b = map(builtin.tokenizer.token_to_id, "ab")
     assert not matcher.mask()[builtin.end]
@@ -171,7 +171,7 @@ def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
     assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
 
 
-def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
+def test_ids_beyond_the_tokenizer_are_never_allowed(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V + 64, {builtin.end})
     matcher = grammars.compile(SamplingParams(regex="(?s).*")).matcher()
     mask_V = matcher.mask()
@@ -245,7 +245,7 @@ def test_what_cannot_be_followed_is_refused(builtin, name, source):
     ],
     ids=["memory", "time", "stack"],
 )
-def test_what_needs_too_much_is_refused_and_costs_no_other_grammar(builtin, options):
+def test_expensive_grammars_are_refused_alone(builtin, options):
     """The process that compiles the last ends by SIGSEGV."""
     name = next(iter(options))
     with pytest.raises(InputError, match=f"the {name} needs more than") as caught:
@@ -269,7 +269,7 @@ def test_what_allows_no_answer_says_so(builtin, options):
         builtin.grammars.compile(SamplingParams(**options))
 
 
-def test_grammars_go_on_when_their_process_is_ended_from_outside(builtin):
+def test_a_killed_process_starts_anew(builtin):
     builtin.grammars.compile(SamplingParams(regex="before"))
     process = builtin.grammars._process.process
     process.kill()
@@ -294,14 +294,14 @@ def failure_of(matcher, *tokens):
     return failed.value.what
 
 
-def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
+def test_a_failed_grammar_names_itself(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
     # not allowed: the library gives up
     matcher.advance(builtin.tokenizer.token_to_id("z"))
     assert failure_of(matcher).startswith("the regex ab cannot be followed any further: ")
 
 
-def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
+def test_a_failed_grammar_ends_one_answer(builtin):
     params = SamplingParams(regex="x*((a{101}){100}){97}c")
     x, a = map(builtin.tokenizer.token_to_id, "xa")
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
         assert failure_of(matcher, a).startswith("the regex x*((a{101}){100}){97}c ")
 
 
-def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_schema(builtin):
+def test_expensive_masks_end_their_own_answer(builtin):
     """In the process of this grammar, whose end no other one feels."""
     params = SamplingParams(json_schema=json.dumps(MUTUAL))
     other = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
@@ -326,7 +326,7 @@ def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_sche
     assert (again.failure, again is matcher._grammar) == (None, False)
 
 
-def test_a_mask_is_not_waited_for_beyond_a_time(builtin):
+def test_the_wait_for_a_mask_is_bounded(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
     matcher = grammars.compile(SamplingParams(regex="ab")).matcher()
     (process,) = children_of(grammars._process.process.pid)
@@ -341,7 +341,7 @@ def test_a_mask_is_not_waited_for_beyond_a_time(builtin):
     assert not matcher.is_late
 
 
-def test_the_process_of_a_grammar_ends_with_its_last_answer(builtin):
+def test_a_grammars_process_ends_with_its_last_answer(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
     matcher = grammars.compile(SamplingParams(regex="ab")).matcher()
     for number in range(8):
@@ -356,7 +356,7 @@ def test_the_process_of_a_grammar_ends_with_its_last_answer(builtin):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
+def test_a_sampler_follows_the_grammar(builtin, temperature):
     params = SamplingParams(
         temperature=temperature, seed=3, json_schema=json.dumps(SCHEMA), max_tokens=MAX_WALK
     )
@@ -371,7 +371,7 @@ def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
     assert sampler.failure is None
 
 
-def test_a_grammar_waits_for_none_that_is_compiled_and_each_is_compiled_once(builtin, monkeypatch):
+def test_grammars_compile_at_the_same_time_and_once(builtin, monkeypatch):
     begun, may_end, made = threading.Event(), threading.Event(), []
     begin = GrammarProcess.begin
 
@@ -395,7 +395,7 @@ def test_a_grammar_waits_for_none_that_is_compiled_and_each_is_compiled_once(bui
     assert sorted(made) == ["quick", "slow"]
 
 
-def test_a_process_that_is_stopped_is_given_up(builtin, monkeypatch):
+def test_a_stopped_process_is_given_up(builtin, monkeypatch):
     first = builtin.grammars._process
     builtin.grammars.compile(SamplingParams(regex="a"))
     fork = GrammarProcess._fork
@@ -422,7 +422,7 @@ process.follow(Connection(int(sys.argv[1])), None)
 """
 
 
-def test_what_takes_too_long_by_the_clock_ends_itself():
+def test_a_grammar_ends_itself_by_the_clock():
     """Where a process gets hardly any CPU: here it sleeps."""
     ours, theirs = Pipe()
     ours.send_bytes(json.dumps({"kind": "regex", "source": "a"}).encode())

@@ -44,7 +44,7 @@ def asked(url, speculation=True, **fields):
 # The files
 
 
-def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(world):
+def test_files_and_their_headers(world):
     with world.served() as client:
         for path, (file, kind) in FILES.items():
             reply = httpx.get(client.url + path)
@@ -60,7 +60,7 @@ def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(world):
         assert httpx.post(f"{client.url}/", json={}).status_code == 405
 
 
-def test_the_page_is_strict_html_without_anything_inline_or_foreign():
+def test_strict_html_without_inline_or_foreign_parts():
     tags = Tags((FOLDER / "index.html").read_text(encoding="utf-8"))
     assert tags.count("style") == 0
     assert tags.count("script") == 1
@@ -79,7 +79,7 @@ def test_the_page_is_strict_html_without_anything_inline_or_foreign():
         assert ("localStorage" in script) == (file.name == "store.js"), file.name
 
 
-def test_vertex_may_have_its_routes_at_the_same_place(world):
+def test_vertex_routes_beside_the_page(world):
     vertex = VertexConfig(predict_route="/", health_route="/ping")
     with world.served(vertex=vertex) as client:
         assert httpx.post(f"{client.url}/", json={"instances": []}).status_code == 400
@@ -118,7 +118,7 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
 
 
 @needs_chromium
-def test_the_tree_is_that_of_the_round_that_is_picked(page):
+def test_the_tree_of_the_picked_round(page):
     chat(page)
     numbers = "all => new Set(all.map(one => one.dataset.round)).size"
     last = page.eval_on_selector_all(".said .token", numbers)
@@ -146,7 +146,7 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
 
 
 @needs_chromium
-def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, server):
+def test_a_race_and_its_replay(page, server):
     page.uncheck("#markdown")
     settle(page, longest=160, temperature=0.7)
     page.fill("#prompt", PROMPT)
@@ -202,7 +202,7 @@ def test_a_race_without_drafts_claims_no_speed(page):
 
 
 @needs_chromium
-def test_an_answer_that_comes_at_once_has_no_pace(page):
+def test_an_answer_at_once_has_no_pace(page):
     """A proxy may hand chunks over together: their times say nothing of the server."""
     answer_with(page, events(["word "] * 17))
     verdict, notes, figures = race(page)
@@ -289,7 +289,7 @@ def test_a_ratio_takes_eight_races_an_interval_and_tau(page, paces, said):
 
 
 @needs_chromium
-def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_shown(page):
+def test_tokens_a_round_count_plain_rounds(page):
     """13 of 19 tokens are plain: tau is 3.00 over two rounds, and hardly anything was gained."""
     rounds = [(["w "], "plain", None)] * 5 + [(["w "] * 3, "bonus", DRAFTED)] * 2
     rounds += [(["w "], "plain", None)] * 8
@@ -303,7 +303,7 @@ def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_sh
 
 
 @needs_chromium
-def test_a_round_that_text_alone_drafted_is_none_of_tau(page):
+def test_rounds_of_text_alone_are_not_in_tau(page):
     tree = [NODE | {"text": "w ", "probability": None, "source": "text", "accepted": True}]
     tree.append(tree[0] | {"parent": 0, "text": "z", "accepted": False})
     said = [{"text": "w ", "origin": "text"}, {"text": "v ", "origin": "bonus"}]
@@ -376,7 +376,7 @@ def test_a_race_ends_with_its_result_on_the_screen(browser, server):
 
 
 @needs_chromium
-def test_a_race_drafts_from_nothing_that_the_other_side_has_said(page):
+def test_the_sides_of_a_race_have_salts(page):
     salts = []
     page.on("request", lambda one: salts.append((one.post_data_json or {}).get("cache_salt")))
     answer_with(page, events(["a", "b"]))
@@ -387,7 +387,7 @@ def test_a_race_drafts_from_nothing_that_the_other_side_has_said(page):
 
 
 @needs_chromium
-def test_a_newcomer_has_prompts_to_click_and_two_lines_to_read(page):
+def test_the_welcome(page):
     assert len(texts(page, ".example")) == 3
     lines = page.evaluate("""[...document.querySelectorAll("#numbers .card > .note")].map(
         one => [one.textContent.split(":")[0], one.getClientRects().length, one.offsetHeight])""")
@@ -403,20 +403,20 @@ def test_a_newcomer_has_prompts_to_click_and_two_lines_to_read(page):
     assert texts(page, ".example")[1] == said  # a new chat begins as the first did
 
 
-def test_the_floor_of_races_is_that_of_a_benchmark():
+def test_the_least_races_are_benchs():
     script = (FOLDER / "race.js").read_text(encoding="utf-8")
     assert f"const LEAST_TURNS = {LEAST_TURNS};" in script
 
 
 @needs_chromium
-def test_outputs_that_differ_are_said_to(page):
+def test_different_outputs_are_reported(page):
     answers = iter(["alpha beta", "alpha gamma"])
     page.route("**/completions", lambda route: route.fulfill(**events(next(answers).split())))
     assert race(page)[0].startswith("The outputs differ from token 2 on.")
 
 
 @needs_chromium
-def test_all_of_it_goes_by_keyboard(page):
+def test_everything_by_keyboard(page):
     """Prompt, stop, next turn, options, rounds; the focus can be seen everywhere."""
     sent = []
     page.on("request", lambda one: one.method == "POST" and sent.append(one.post_data_json))
@@ -472,7 +472,7 @@ def test_all_of_it_goes_by_keyboard(page):
 
 
 @needs_chromium
-def test_what_a_model_says_is_text_and_never_html(page):
+def test_model_text_is_never_html(page):
     evil = "<img src=x onerror=\"document.title='x'\"><script>document.title='x'</script>"
     answer_with(page, events([evil, "</div>&amp;"]))
     chat(page, prompt=evil)
@@ -513,7 +513,7 @@ LONG = {"status": 400, "content_type": "application/json", "body": json.dumps({"
 
 
 @needs_chromium
-def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
+def test_errors_keep_the_prompt(browser, server):
     with opened(browser, server, faults=["400 (Bad Request)", "ERR_FAILED", "401"]) as page:
         page.wait_for_selector("#send:enabled")
         answer_with(page, LONG)
@@ -555,7 +555,7 @@ def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
 
 
 @needs_chromium
-def test_a_key_is_asked_for_and_kept_nowhere(browser, world, tmp_path):
+def test_keys_are_kept_nowhere(browser, world, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-this-test-0123456789\n")
     with (
@@ -612,7 +612,7 @@ CONTRASTS = """() => {
 
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_of_the_drawing_stands_out_from_its_background(browser, server, scheme):
+def test_contrast_of_the_drawing(browser, server, scheme):
     """4.5 to 1; and a screenshot has more than a background."""
     with opened(browser, server, color_scheme=scheme) as page:
         page.wait_for_selector("#send:enabled")
@@ -629,7 +629,7 @@ def test_text_of_the_drawing_stands_out_from_its_background(browser, server, sch
 
 
 @needs_chromium
-def test_a_phone_reads_it_without_scrolling_sideways(browser, server):
+def test_a_phone_needs_no_sideways_scrolling(browser, server):
     with opened(browser, server, viewport={"width": 360, "height": 740}, has_touch=True) as page:
         page.wait_for_selector("#send:enabled")
         # the chat comes first: examples, prompt and Send are on the first screen

@@ -91,13 +91,13 @@ CASES = [
 ]
 
 
-def test_markdown_becomes_elements_whatever_the_tokens_are(page):
+def test_markdown_in_any_tokens(page):
     for text, html in CASES:
         for size in (1, 3, len(text)):
             assert drawn(page, text, size) == html, (text, size)
 
 
-def test_every_shown_character_is_of_its_token(page):
+def test_characters_belong_to_their_tokens(page):
     pieces = ["# He", "ad\n\nsome **bo", "ld** wo", "rds and `co", "de`\n\n- it", "em"]
     rounds = [([one], "text" if n % 2 else "drafted", DRAFTED) for n, one in enumerate(pieces)]
     answer_with(page, streamed(rounds))
@@ -142,7 +142,7 @@ def test_hostile_markdown_is_drawn_soon(page):
     assert max(took) < 2_000, dict(zip(HOSTILE, took, strict=True))
 
 
-def test_code_and_messages_are_copied_as_they_were_written(browser, server):
+def test_copies_of_code_and_messages(browser, server):
     with opened(browser, server, permissions=["clipboard-read", "clipboard-write"]) as page:
         page.wait_for_selector("#send:enabled")
         text = "Take **this**:\n\n- x\n  ```py\n  a = 1\n\n  b = 2\n  ```"
@@ -178,7 +178,7 @@ def shown(page):
     return texts(page, ".asked, .answer .said")
 
 
-def test_another_answer_and_an_edited_message_are_branches_and_nothing_is_lost(page):
+def test_answers_and_edits_are_branches(page):
     asked = sent(page)
     say_in_turn(page, "A1", "A2", "A3", "B1", "A4")
     chat(page, "Q")
@@ -225,7 +225,7 @@ def test_the_same_answer_again_is_explained(page):
     assert "at temperature 0 it always is" in page.text_content("#status")
 
 
-def test_what_fails_leaves_the_chat_as_it_was(browser, server):
+def test_failures_keep_the_chat(browser, server):
     with opened(browser, server, faults=["ERR_FAILED"]) as page:
         page.wait_for_selector("#send:enabled")
         say_in_turn(page, "A")
@@ -249,7 +249,7 @@ def test_what_fails_leaves_the_chat_as_it_was(browser, server):
         assert page.input_value("#prompt") == "R"
 
 
-def test_chats_are_kept_in_the_browser_and_can_be_deleted(page):
+def test_chats_are_kept_and_deleted(page):
     say_in_turn(page, "A", "B", "C")
     chat(page, "First question")
     page.click("#clear")
@@ -330,7 +330,7 @@ def test_settings_are_sent_and_kept(page):
     assert not {"top_p", "seed", "max_tokens"} & set(bodies[-1])
 
 
-def test_the_gauge_shows_what_chat_and_answer_take(page, server):
+def test_the_gauge_of_the_context(page, server):
     assert page.text_content("#context") == "0 % of 512 tokens"
     chat(page, longest=8)
     stored = json.loads(page.evaluate("JSON.stringify(Object.values(localStorage))"))

@@ -48,7 +48,7 @@ def test_an_answer_is_as_long_as_fits(world, client):
     assert complete(client, [5] * 250, max_tokens=4096).usage.completion_tokens <= 6
 
 
-def test_a_prompt_too_long_names_the_setting_where_it_helps(tmp_path):
+def test_a_too_long_prompt_names_the_setting(tmp_path):
     World.make(tmp_path, eos_token_id=2)
     for length, names_it in ((100, True), (256, False), (None, False)):
         service = load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=length)))
@@ -80,7 +80,7 @@ def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pag
 # Fields
 
 
-def test_fields_of_other_servers_do_what_theirs_do(client):
+def test_fields_of_other_servers(client):
     plain, repeat, repetition = (
         text_of(ask(client, temperature=1, seed=5, extra_body=body))
         for body in ({}, {"repeat_penalty": 1.9}, {"repetition_penalty": 1.9})
@@ -109,12 +109,12 @@ def test_an_answer_follows_a_grammar(client, field):
         assert reply.choices[0].finish_reason == "stop"
 
 
-def test_characters_by_number_are_those_of_the_grammar(client):
+def test_escaped_characters_of_a_grammar(client):
     asked = {"grammar": r'root ::= "\u00e9b\\u00e9" [\u4e2d-\u4e2e] "\x41\n"'}
     assert text_of(ask(client, extra_body=asked))[:-2] in ("éb\\u00e9中", "éb\\u00e9丮")
 
 
-def test_one_of_constants_is_any_of_them(client):
+def test_one_of_constants_is_any_of(client):
     numbers = {"oneOf": [{"const": 1}, {"const": 2.5}, {"enum": [3, None]}]}
     assert plain_schema({"items": numbers, "uniqueItems": False}) == {
         "items": {"anyOf": numbers["oneOf"]}
@@ -133,14 +133,14 @@ def test_one_of_constants_is_any_of_them(client):
         ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
 
 
-def test_special_tokens_are_shown_where_asked_for(world):
+def test_special_tokens_on_demand(world):
     with saying(world, "I <|im_start|>would") as (client, engine):
         engine.script = (*engine.script[:-1], world.chat.eos_token_ids[0])
         shown = text_of(ask(client, extra_body={"skip_special_tokens": False}))
         assert (shown, text_of(ask(client))) == ("I <|im_start|>would", "I would")
 
 
-def test_the_assistants_last_message_is_continued(world, client):
+def test_the_last_message_is_continued(world, client):
     begun = {"role": "assistant", "content": "I would like"}
     opened = {"continue_final_message": True, "add_generation_prompt": False}
     prompt_ids = world.chat.prompt_ids(MESSAGES)
@@ -159,7 +159,7 @@ def test_the_assistants_last_message_is_continued(world, client):
 
 
 @pytest.mark.parametrize("content", ["<", "|", "end", "im_end|>", "a  ", "user"])
-def test_what_the_template_writes_behind_a_message_is_no_part_of_it(world, content):
+def test_a_continued_message_ends_before_the_templates_text(world, content):
     turns = [*MESSAGES, {"role": "assistant", "content": content}]
     before, after = (
         world.chat.tokenizer.decode(ids, skip_special_tokens=False)
@@ -168,7 +168,7 @@ def test_what_the_template_writes_behind_a_message_is_no_part_of_it(world, conte
     assert after == before + content
 
 
-def test_an_ordinary_token_that_ends_an_answer_is_none_of_its_text(world, client):
+def test_stop_tokens_are_not_in_the_text(world, client):
     _, ids = world.truth(max_tokens=24)
     at = next(at for at in range(4, 24) if ids[at] not in ids[:at])
     for more in ({}, {"skip_special_tokens": False}, {"stop": ["nothing of that kind"]}):
@@ -178,7 +178,7 @@ def test_an_ordinary_token_that_ends_an_answer_is_none_of_its_text(world, client
         assert reply.usage.completion_tokens == at + 1
 
 
-def test_prompts_of_one_request_wait_for_all_their_grammars(world, client, monkeypatch):
+def test_prompts_wait_for_all_grammars(world, client, monkeypatch):
     """Nothing runs before the last is compiled: an update would come where only an end may."""
     compiled = EngineWorker._compiled
     monkeypatch.setattr(
@@ -191,7 +191,7 @@ def test_prompts_of_one_request_wait_for_all_their_grammars(world, client, monke
     assert [one.text for one in reply.choices] == [one.choices[0].text for one in alone]
 
 
-def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
+def test_reasoning_effort_reaches_the_template(world, tmp_path):
     World.make(tmp_path, eos_token_id=2)
     effort = "{% if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort }}{% endif %}"
     tiny_tokenizer(tmp_path, chat_template=effort + TEMPLATE)
@@ -204,7 +204,7 @@ def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
-def test_turns_of_other_servers_are_taken(client, body):
+def test_turns_of_other_servers(client, body):
     thought = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": []}
     turns = [{**MESSAGES[0], "tool_calls": []}, thought, *MESSAGES]
     reply = post(client, {"model": MODEL, "messages": turns, "max_tokens": 2, **body})
@@ -212,14 +212,14 @@ def test_turns_of_other_servers_are_taken(client, body):
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_schema_may_stand_beside_the_type_as_in_llama_cpp(client, kind):
+def test_llama_cpps_schema_beside_the_type(client, kind):
     schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
     wanted = {"type": kind, "schema": {**schema, "additionalProperties": False}}
     reply = ask(client, max_tokens=60, extra_body={"response_format": wanted})
     assert json.loads(text_of(reply)) == {"a": 7}
 
 
-def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(tmp_path):
+def test_a_strict_template_refuses_in_its_words(tmp_path):
     strict = (
         "{% for message in messages %}{% if loop.index0 and message.role == messages[loop.index0 - "
         "1].role %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
@@ -235,7 +235,7 @@ def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(t
 # Paths
 
 
-def test_texts_become_tokens_and_back(world, client):
+def test_tokenize_and_detokenize(world, client):
     def asked(path, **body):
         reply = post(client, body, path)
         assert reply.status_code == 200, reply.text
@@ -263,7 +263,7 @@ def test_texts_become_tokens_and_back(world, client):
     assert post(client, {"model": "other", "prompt": "x"}, "/tokenize").status_code == 404
 
 
-def test_a_path_that_is_none_is_answered_by_those_that_are(client):
+def test_unknown_paths_name_the_known(client):
     for path, what in (
         ("/v1/embeddings", "has no embeddings"),
         ("/api/chat", "/v1/chat/completions"),
@@ -288,7 +288,7 @@ def test_a_path_that_is_none_is_answered_by_those_that_are(client):
         assert httpx.request(method, f"{client.url}/ping").json()["status"] == "ok"
 
 
-def test_pages_of_allowed_origins_may_ask(world, client):
+def test_cors_of_allowed_origins(world, client):
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-any"}
     url, allows = f"{client.url}/v1/chat/completions", "access-control-allow-origin"
     for origin, status in ((PAGE, 200), ("https://other.example.org", 400)):

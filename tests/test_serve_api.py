@@ -68,7 +68,7 @@ def test_answer_is_what_the_engine_decodes(client, truth):
     assert reply.usage.eyas == {"rounds": 0, "accept_hist": [], "tau": None}
 
 
-def test_stream_has_a_chunk_per_update_and_joins_to_the_answer(client, truth):
+def test_stream_joins_to_the_answer(client, truth):
     chunks = list(ask(client, **USAGE))
     *pieces, last, usage = chunks
     assert [piece.choices[0].delta.role for piece in pieces] == ["assistant"] + [None] * 23
@@ -85,13 +85,13 @@ def test_stream_has_a_chunk_per_update_and_joins_to_the_answer(client, truth):
     assert all(chunk.usage is None for chunk in bare)
 
 
-def test_usage_in_every_chunk_where_it_is_asked_for(client):
+def test_usage_in_every_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(ask(client, max_tokens=4, stream=True, stream_options=options))
     assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 4, 4]
 
 
-def test_end_tokens_are_counted_and_not_shown_and_may_be_ignored_or_put_off(tmp_path, world):
+def test_end_tokens_count_and_are_not_shown(tmp_path, world):
     token_ids = world.truth(max_tokens=24)[1]
     end = token_ids[5]
     ended = Target.load(tiny_target(tmp_path, eos_token_id=end))
@@ -104,7 +104,7 @@ def test_end_tokens_are_counted_and_not_shown_and_may_be_ignored_or_put_off(tmp_
     assert reply.choices[0].finish_reason == last.choices[0].finish_reason == "stop"
 
 
-def test_temperature_is_one_and_the_room_is_filled_by_default(client, truth):
+def test_defaults(client, truth):
     given = {"model": MODEL, "messages": MESSAGES, "seed": 3}
     reply = client.chat.completions.create(**given, max_completion_tokens=24)
     assert text_of(reply) == truth(temperature=1.0, seed=3, max_tokens=24)[0]
@@ -145,7 +145,7 @@ def test_what_changes_no_output_is_accepted(client, truth, field):
     assert text == truth(max_tokens=24)[0]
 
 
-def test_messages_may_hold_what_their_template_does_not_read(client, truth):
+def test_messages_may_hold_notes(client, truth):
     hint = {"cache_control": {"type": "ephemeral"}}
     breakpoint_ = {"prompt_cache_breakpoint": {"mode": "explicit"}}
     answered = {"role": "assistant", "content": "When?"}
@@ -160,7 +160,7 @@ def test_messages_may_hold_what_their_template_does_not_read(client, truth):
     assert text_of(ask(client, with_more)) == truth(bare, max_tokens=24)[0]
 
 
-def test_many_at_once_get_the_answers_they_get_alone(client, truth):
+def test_concurrent_answers_are_those_alone(client, truth):
     asked = [user(f"A table for {number}?")["messages"] for number in range(12)]
     with ThreadPoolExecutor(12) as pool:
         replies = list(pool.map(lambda messages: ask(client, messages), asked))
@@ -175,7 +175,7 @@ def speculating(world, tmp_path_factory):
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5}])
-def test_speculation_changes_the_rounds_and_not_the_answer(speculating, truth, params):
+def test_speculation_keeps_the_answer(speculating, truth, params):
     plain, default, on = (
         ask(speculating, **params, extra_body=body)
         for body in ({"speculation": False}, {}, {"speculation": True})
@@ -214,7 +214,7 @@ def test_stop_string_ends_the_text_before_it(client, speculating, truth, stream,
     assert stop in text[: len(before) + length]
 
 
-def test_what_looked_like_a_stop_string_is_shown_in_the_end(client, truth):
+def test_a_partial_stop_string_is_shown(client, truth):
     text = truth(max_tokens=24)[0]
     reply = ask(client, stop=text[-3:] + "!")
     assert text_of(reply) == text
@@ -328,7 +328,7 @@ OF_TOOLS = [  # by a template that has them
         *(("client", {"prompt": "x", **body}, param, "") for body, param in OF_TEXTS),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(request, served, body, param, says):
+def test_refusals_name_the_field(request, served, body, param, says):
     path, body = (TEXT, {"model": MODEL, **body}) if "prompt" in body else (CHAT, BODY | body)
     reply = post(request.getfixturevalue(served), body, path)
     error = reply.json()["error"]
@@ -346,7 +346,7 @@ def test_the_official_client_reads_refusals(client):
     assert refused.value.code == "model_not_found"
 
 
-def test_a_model_that_is_not_named_is_the_one_there_is(client):
+def test_the_model_is_optional(client):
     for path, body in ((CHAT, BODY), ("/v1/responses", {"input": "Hi"})):
         named, unnamed = (post(client, body | {"model": one}, path) for one in (MODEL, None))
         assert unnamed.json()["model"] == named.json()["model"] == MODEL
@@ -410,7 +410,7 @@ def test_json_follows_its_schema(follower, body):
     assert reply.choices[0].finish_reason == "stop"
 
 
-def test_answers_follow_regexes_choices_and_any_object(follower):
+def test_regexes_choices_and_objects(follower):
     choices = ["a (b)*", "c.d|e", "[f] g-h"]
     said = {}
     for name, value in {
@@ -470,7 +470,7 @@ def test_every_field_reaches_the_engine(client, truth, params):
 # Log-probabilities
 
 
-def test_logprobs_are_the_engines_in_openais_shape(client, world):
+def test_logprobs_are_the_engines(client, world):
     (truth,) = world.results(world.chat.prompt_ids(MESSAGES), max_tokens=8, logprobs=3)
     params = {"max_tokens": 8, "logprobs": True, "top_logprobs": 3}
     reply = ask(client, **params)
@@ -508,7 +508,7 @@ def test_logprobs_in_the_legacy_shape(client):
 
 @pytest.mark.parametrize("stop", [None, [" "]])
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_those_of_the_prompt_and_of_the_answer(client, world, stream, stop):
+def test_token_ids_of_prompt_and_answer(client, world, stream, stop):
     """As in vLLM: a chat's prompt at the top, a text's at each choice. A stop string ends the text,
     and its tokens are the answer's.
     """
@@ -532,7 +532,7 @@ def test_token_ids_are_those_of_the_prompt_and_of_the_answer(client, world, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_text_has_the_token_ids_of_its_own_prompt(client, world, stream):
+def test_token_ids_of_several_prompts(client, world, stream):
     texts, found = ["I would like", "71 North"], {}
     reply = complete(client, texts, extra_body={"return_token_ids": True}, stream=stream)
     for choice in [one for chunk in reply for one in chunk.choices] if stream else reply.choices:
@@ -544,7 +544,7 @@ def test_each_text_has_the_token_ids_of_its_own_prompt(client, world, stream):
     assert [found[index] for index in range(2)] == list(zip(asked, truth, strict=True))
 
 
-def test_logprobs_name_tokens_by_their_ids_on_demand(client):
+def test_logprobs_with_token_ids(client):
     wishes = {"return_tokens_as_token_ids": True, "return_token_ids": True}
     reply = ask(client, max_tokens=4, logprobs=True, top_logprobs=2, extra_body=wishes)
     (choice,) = reply.choices
@@ -568,7 +568,7 @@ def prompt_ids(world, text="I would like"):
     return world.chat.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_text_goes_on_as_the_engine_goes_on(client, world):
+def test_a_text_is_what_the_engine_decodes(client, world):
     (truth,) = world.results(prompt_ids(world), max_tokens=12)
     text = world.chat.decode(truth.token_ids)
     whole, of_tokens = complete(client), complete(client, prompt_ids(world))
@@ -585,7 +585,7 @@ def test_a_text_goes_on_as_the_engine_goes_on(client, world):
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
-def test_several_prompts_have_choices_in_their_order(client, world, as_tokens):
+def test_choices_are_in_prompt_order(client, world, as_tokens):
     texts = ["I would like", "The address is", "71 North"]
     alone = [complete(client, text).choices[0].text for text in texts]
     asked = [prompt_ids(world, text) for text in texts] if as_tokens else texts
@@ -645,7 +645,7 @@ def caller(tooled):
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
+def test_tool_calls_in_an_answer(tooled, per_step, stream):
     with saying(tooled, f"I will. \n{CALL}\n{CALL}", per_step) as (client, engine):
         untold = ask(client), ask(client, tools=TOOLS, tool_choice="none")
         assert {text_of(one) for one in untold} == {f"I will. \n{CALL}\n{CALL}"}
@@ -671,7 +671,7 @@ def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
     assert "Book a table." not in hidden
 
 
-def test_options_of_the_template_reach_it(tooled):
+def test_template_options(tooled):
     def with_options(**options):
         return {"extra_body": {"chat_template_kwargs": options}}
 
@@ -690,7 +690,7 @@ def test_options_of_the_template_reach_it(tooled):
             ask(client, reasoning_effort="none", **with_options(enable_thinking=True))
 
 
-def test_a_client_sets_what_the_template_leaves_to_it_and_in_any_combination(tmp_path):
+def test_clients_set_the_templates_own_options(tmp_path):
     names = ["enable_thinking", "brief", "formal", "kind"]
     read = "".join(f"{{% if {name} %}}{{{{ '{name}' }}}}{{% endif %}}" for name in names)
     own = "{% set said = raise_exception is defined %}{{ bos_token or strftime_now('%Y') }}"
@@ -707,7 +707,7 @@ def test_a_client_sets_what_the_template_leaves_to_it_and_in_any_combination(tmp
         assert not tokenizer.knows_option(name), name
 
 
-def test_half_a_character_in_the_arguments_of_a_call_is_refused(tooled):
+def test_lone_surrogates_in_arguments_are_refused(tooled):
     arguments = json.dumps({"party": "\ud800"})
     called = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
     item = {"type": "function_call", "call_id": "1", "name": "a", "arguments": arguments}
@@ -720,7 +720,7 @@ def test_half_a_character_in_the_arguments_of_a_call_is_refused(tooled):
             assert "half a character" in reply.json()["error"]["message"]
 
 
-def test_a_template_sees_the_thoughts_of_earlier_turns(tooled):
+def test_the_template_gets_reasoning(tooled):
     for name in ("reasoning_content", "reasoning"):
         turns = [*MESSAGES, {"role": "assistant", "content": "Well.", name: "Hm."}]
         with saying(tooled, "Done.") as (client, engine):

@@ -70,7 +70,7 @@ def test_an_agent_takes_three_turns(url, client):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_bodies_that_the_clients_sent_are_answered(url, client):
+def test_kept_bodies_are_answered(url, client):
     for body in json.loads(KEPT.read_text())[client]:
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
         assert reply.status_code == 200, reply.text

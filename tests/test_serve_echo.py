@@ -70,7 +70,7 @@ def test_a_prompt_is_scored_as_transformers_scores_it(client, world, reference):
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-def test_an_answer_as_a_prompt_has_the_numbers_it_had_as_an_answer(client, world, speculation):
+def test_a_scored_answer_has_its_own_logprobs(client, world, speculation):
     """To the last bit: one forward's sums are any forward's."""
     asked = {"max_tokens": 24, "logprobs": 2, "extra_body": {"speculation": speculation}}
     answered = complete(client, PROMPT, **asked).choices[0].logprobs
@@ -81,7 +81,7 @@ def test_an_answer_as_a_prompt_has_the_numbers_it_had_as_an_answer(client, world
     assert whole.tokens[-24:] == answered.tokens
 
 
-def test_prompt_and_answer_stand_behind_each_other(client, world):
+def test_prompt_then_answer(client, world):
     alone = complete(client, PROMPT, max_tokens=6, logprobs=1).choices[0]
     reply = complete(client, PROMPT, echo=True, logprobs=1, max_tokens=6)
     both, count = reply.choices[0], len(ids_of(world))
@@ -93,7 +93,7 @@ def test_prompt_and_answer_stand_behind_each_other(client, world):
     ]
 
 
-def test_a_prompt_that_is_cached_is_scored_whole(client, world):
+def test_a_cached_prompt_is_scored_whole(client, world):
     text = PROMPT * 4
     complete(client, text)
     first, again = (complete(client, text, **SCORING) for _ in range(2))
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_cached_is_scored_whole(client, world):
     assert len(scores(first)) == len(ids_of(world, text))
 
 
-def test_tokens_outside_the_text_have_no_length_in_it(client, world):
+def test_special_tokens_have_no_length(client, world):
     ids = [world.chat.tokenizer.token_to_id("<|im_end|>"), *ids_of(world)]
     logprobs = complete(client, ids, **SCORING).choices[0].logprobs
     assert logprobs.tokens[0] == "<|im_end|>"
@@ -128,7 +128,7 @@ def prompts(max_tokens=0, count=6):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 9])
-def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens):
+def test_logits_of_a_forward_are_bounded(world, monkeypatch, max_tokens):
     asked = prompts(max_tokens)
     whole = scored(world.engine(), asked)
     assert [len(one) for one in whole] == [len(request.prompt_ids) - 1 for request in asked]
@@ -161,7 +161,7 @@ def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
 
 
 @pytest.mark.parametrize("extra", [{"echo": False}, {"echo": True}, {"echo": True, "stream": True}])
-def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, extra):
+def test_echo_without_logprobs(client, extra):
     text = complete(client, PROMPT, max_tokens=12).choices[0].text
     reply = complete(client, PROMPT, max_tokens=12, **extra)
     chunks = reply if extra.get("stream") else [reply]
@@ -211,7 +211,7 @@ def test_the_harness_reads_likelihoods(client, world, reference, as_tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
+def test_scores_of_samples_and_streams(client, max_tokens):
     params = {"model": MODEL, "prompt": ["I would", "The address is"], "n": 2, "seed": 1}
     params |= {**SCORING, "max_tokens": max_tokens}
     whole = client.completions.create(**params)
@@ -234,21 +234,21 @@ WAYS = [{}, {"stream": True}, SHOWN, {"stop": ["x"], "temperature": 1}, {"n": 3}
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_no_tokens_are_an_answer_too(client, options):
+def test_max_tokens_zero(client, options):
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, **options}
     reply = post(client, body, "/v1/completions").text
     choice = json.loads(reply.removeprefix("data: ").split("\n\n")[0])["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
 
 
-def test_a_prompt_may_fill_the_context_where_no_answer_follows(client):
+def test_a_scored_prompt_may_fill_the_context(client):
     ids = [7] * MAX_LENGTH
     assert len(scores(complete(client, ids, **SCORING))) == MAX_LENGTH
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1}
     assert post(client, body, "/v1/completions").json()["error"]["param"] == "prompt"
 
 
-def test_a_client_that_leaves_takes_its_scores_with_it(world):
+def test_cancelling_a_scored_prompt(world):
     asked = prompts()
     alone = scored(world.engine(), asked)
     engine = world.engine(prefill_chunk=16)
@@ -268,7 +268,7 @@ def test_a_client_that_leaves_takes_its_scores_with_it(world):
     }
 
 
-def test_many_scores_of_a_stream_are_written_off_the_event_loop(client, monkeypatch):
+def test_many_scores_are_written_in_a_thread(client, monkeypatch):
     written, chunk = [], TextWriter.chunk
     monkeypatch.setattr(answers, "LONG_ECHO", 8)
 

@@ -84,7 +84,7 @@ def test_worker_sleeps_when_idle(world, monkeypatch):
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_request(world, stream, rounds):
+def test_a_disconnect_cancels_the_request(world, stream, rounds):
     engine = world.engine(GatedEngine)
     with world.served(engine) as client:
         if rounds:
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_cancels_its_request(world, stream, rounds):
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
+def test_a_failed_engine_fails_all_requests(world, caplog):
     """The log has the error's type and places; its message may quote a request."""
     engine, said = world.engine(GatedEngine, max_batch=1), "the engine failed: RuntimeError"
     with world.served(engine) as client:
@@ -132,7 +132,7 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
 # Another head
 
 
-def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tmp_path, caplog):
+def test_swapping_heads_keeps_the_answers(world, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="eyas.serve")
     heads, keys = tmp_path / "heads", tmp_path / "keys"
     keys.write_text("a-key\n")
@@ -183,7 +183,7 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
     assert [one["head"] for one in swapped] == ["head-1", "head-2"] * 4
 
 
-def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_path):
+def test_overwriting_a_swapped_heads_files(world, tmp_path):
     """`cp` cuts a mapped file short first: reading it then is SIGBUS."""
     head_folder(world.folder, tmp_path / "heads" / "a")
     copy_head(tmp_path / "heads", "a", str(tmp_path / "copy"))
@@ -199,7 +199,7 @@ def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_p
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
-def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
+def test_signals_let_requests_finish(world, signals):
     command = [sys.executable, "-m", "eyas.serve", process_config(world).model_dump_json()]
     pipe = subprocess.PIPE
     with (
@@ -226,14 +226,14 @@ def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
         httpx.get(f"{url}/health")
 
 
-def test_a_server_swaps_heads_only_where_it_was_told_to(client, tmp_path):
+def test_swapping_heads_needs_a_folder_and_keys(client, tmp_path):
     told = httpx.post(f"{client.url}/v1/head", json={"head": "a"})
     assert (told.status_code, told.json()["error"]["code"]) == (403, "head_is_fixed")
     with pytest.raises(ConfigError, match="no API keys"):
         create_app(MODEL, LimitsConfig(heads=tmp_path))
 
 
-def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
+def test_a_draining_server_finishes_what_runs(world):
     """Nothing new is taken; health and counters answer until the last word is sent."""
     engine = world.engine(GatedEngine)
     with ending(world.served(engine)) as (client, end, pool):
@@ -263,7 +263,7 @@ def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
         httpx.get(f"{url}/health")
 
 
-def test_who_reads_the_counters_regularly_has_the_last_of_them(world):
+def test_the_end_waits_for_a_regular_scraper(world):
     with ending(world.served()) as (client, end, _):
         for _ in range(2):
             httpx.get(f"{client.url}/metrics")
@@ -279,7 +279,7 @@ def test_who_reads_the_counters_regularly_has_the_last_of_them(world):
     assert 'finished_reason="length",model_name="tiny"} 1.0' in page
 
 
-def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch):
+def test_when_a_scrape_is_awaited(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     metrics = Metrics("m")
@@ -295,7 +295,7 @@ def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch)
     assert not metrics.is_awaited
 
 
-def test_a_server_ends_with_the_process_that_started_it_however_that_ends(world):
+def test_a_server_ends_with_its_parent(world):
     code = f"""
 import time
 from eyas.serve.server import ServeConfig, running_server
@@ -321,7 +321,7 @@ with running_server(ServeConfig.model_validate_json(given)) as url:
     pytest.fail("it runs on")
 
 
-def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
+def test_requests_fail_after_shutdown_s(world):
     engine = world.engine(GatedEngine)
     with ending(world.served(engine, LimitsConfig(shutdown_s=0.3))) as (client, end, pool):
         engine.gate.release()
@@ -339,7 +339,7 @@ def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
         leaving.result()
 
 
-def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatch):
+def test_a_server_that_ends_before_it_is_ready(tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho a library says hello\nexit 2\n")
     script.chmod(0o755)
@@ -349,7 +349,7 @@ def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatc
         pytest.fail("it started")
 
 
-def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
+def test_a_server_that_cannot_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["serve", ServeConfig(target=str(tmp_path / "none"), port=0).model_dump_json()]
     )
@@ -360,7 +360,7 @@ def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
     assert "no target folder" in capsys.readouterr().err
 
 
-def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypatch, capsys):
+def test_it_listens_and_ends_while_the_model_loads(monkeypatch, capsys):
     """Vertex AI restarts a container that does not listen."""
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     seen = []
@@ -389,7 +389,7 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
     assert capsys.readouterr().out == ""  # it was never ready
 
 
-def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypatch):
+def test_a_signals_dropped_exception_still_ends_the_server(monkeypatch):
     class Dropped:
         def __del__(self):
             signal.raise_signal(signal.SIGTERM)
@@ -407,7 +407,7 @@ def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypat
     ("given", "warns"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "vertex": {}}, False)],
 )
-def test_a_server_that_is_open_to_all_says_so(monkeypatch, caplog, given, warns):
+def test_an_open_server_warns(monkeypatch, caplog, given, warns):
     monkeypatch.setattr("eyas.serve.server.load", lambda config: None)
     monkeypatch.setattr(UvicornServer, "open", lambda server, service: None)
 
@@ -438,18 +438,18 @@ def test_the_file_of_keys_is_read_once(tmp_path, monkeypatch):
     assert reads.count(keys) == 1
 
 
-def test_a_time_without_end_is_refused():
+def test_infinite_times_are_refused():
     with pytest.raises(ValidationError, match="finite"):
         LimitsConfig(shutdown_s=float("inf"))
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 80000])
-def test_a_port_that_no_address_has_is_refused(port):
+def test_impossible_ports_are_refused(port):
     with pytest.raises(ValidationError, match=r"port\n  Input should be (less|greater) than"):
         ServeConfig(target="t", port=port)
 
 
-def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
+def test_a_port_in_use_is_refused_first(client):
     port = int(client.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot listen"):
         serve(ServeConfig(target="not looked at", port=port))
@@ -475,9 +475,7 @@ def test_small_chunks_are_sent_at_once():
     assert asyncio.run(no_delay()) != 0
 
 
-def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(
-    client, monkeypatch, caplog
-):
+def test_an_internal_error_in_a_stream(client, monkeypatch, caplog):
     pushes, original = [], CompletionWriter.chunk
 
     def push(self, update):

@@ -110,7 +110,7 @@ def asked_health(client, stack, more):
 # Keys and rates
 
 
-def test_without_a_key_nobody_is_served_but_health_and_metrics_are(world, keys, monkeypatch):
+def test_api_keys(world, keys, monkeypatch):
     keys.write_text("# of the two teams\nkey-of-team-a\n\nkey-of-team-b\n")
     monkeypatch.setenv(KEYS_VARIABLE, "key-of-the-operator")
     with world.served(limits=LimitsConfig(api_keys=keys)) as client:
@@ -131,7 +131,7 @@ def test_without_a_key_nobody_is_served_but_health_and_metrics_are(world, keys, 
         assert health(client).status_code == httpx.get(f"{client.url}/metrics").status_code == 200
 
 
-def test_a_file_without_keys_is_no_open_door(tmp_path):
+def test_a_file_without_keys_is_refused(tmp_path):
     (tmp_path / "keys").write_text("# none yet\n\n")
     with pytest.raises(ConfigError, match="holds no API key"):
         AccessControl(LimitsConfig(api_keys=tmp_path / "keys"))
@@ -141,7 +141,7 @@ def test_a_file_without_keys_is_no_open_door(tmp_path):
             AccessControl(LimitsConfig(api_keys=tmp_path / name))
 
 
-def test_a_key_is_revoked_and_another_given_without_a_restart(world, keys, monkeypatch):
+def test_keys_change_without_a_restart(world, keys, monkeypatch):
     """Also where the file is replaced, as Kubernetes does; an empty file is no open door, a pipe is
     not waited for, and a key of the environment stays.
     """
@@ -175,7 +175,7 @@ def test_a_key_is_revoked_and_another_given_without_a_restart(world, keys, monke
         assert let_in() == ["team-a", "the-operator"]
 
 
-def test_who_guesses_keys_is_slowed_down_and_no_client_beside_him(monkeypatch):
+def test_guesses_of_keys_are_limited_by_address(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setenv(KEYS_VARIABLE, "known,other")
@@ -196,7 +196,7 @@ def test_who_guesses_keys_is_slowed_down_and_no_client_beside_him(monkeypatch):
     assert [status("other"), status("guess"), status("guess")] == [200, 401, 429]
 
 
-def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
+def test_rates_are_per_client(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     access = AccessControl(LimitsConfig(requests_per_minute=3))
@@ -212,7 +212,7 @@ def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
         access.count("a")
 
 
-def test_the_log_says_whom_it_turned_away(world, keys, caplog):
+def test_the_log_names_refused_clients(world, keys, caplog):
     caplog.set_level(logging.INFO, logger="eyas.serve")
     with world.served(limits=LimitsConfig(api_keys=keys, requests_per_minute=1)) as client:
         for key, kind in (
@@ -234,7 +234,7 @@ def test_the_log_says_whom_it_turned_away(world, keys, caplog):
 # The queue and time
 
 
-def test_what_does_not_fit_into_the_queue_is_sent_away_and_comes_in_later(world):
+def test_a_full_queue_refuses(world):
     engine = world.engine(GatedEngine, max_batch=1)
     with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
         client = stack.enter_context(world.served(engine, LimitsConfig(max_queue=2)))
@@ -251,7 +251,7 @@ def test_what_does_not_fit_into_the_queue_is_sent_away_and_comes_in_later(world)
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_two_requests_for_the_last_place_of_the_queue_cannot_both_have_it(world):
+def test_the_last_place_of_the_queue_is_given_once(world):
     async def ask_both():
         worker = EngineWorker(world.engine(GatedEngine, max_batch=1))
         worker.start()
@@ -272,7 +272,7 @@ def test_two_requests_for_the_last_place_of_the_queue_cannot_both_have_it(world)
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_takes_too_long_is_given_up(world, stream, begun):
+def test_a_late_answer_fails(world, stream, begun):
     engine = world.engine(GatedEngine)
     with world.served(engine, LimitsConfig(request_timeout_s=0.4)) as client:
         if begun:
@@ -289,7 +289,7 @@ def test_an_answer_that_takes_too_long_is_given_up(world, stream, begun):
         assert health(client).json() == {"status": "ok", "requests": 0}
 
 
-def test_an_answer_and_its_sending_have_one_time(world, monkeypatch):
+def test_sending_shares_the_answers_time(world, monkeypatch):
     times, engine = [], world.engine(GatedEngine)
 
     class Noted(answers.EventStream):
@@ -307,7 +307,7 @@ def test_an_answer_and_its_sending_have_one_time(world, monkeypatch):
 # Clients that mean no good
 
 
-def test_a_body_that_does_not_come_frees_its_place(client):
+def test_a_missing_body_frees_its_connection(client):
     with ExitStack() as stack:
         silent = [stack.enter_context(opened(client)) for _ in range(19)]
         for connection in silent:
@@ -317,7 +317,7 @@ def test_a_body_that_does_not_come_frees_its_place(client):
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_a_connection_that_makes_room_takes_none_itself_though_its_transport_ends_later():
+def test_closed_idle_connections_no_longer_count():
     served = app.create_app(MODEL, LimitsConfig(max_connections=2))
     config = uvicorn.Config(served, lifespan="off", log_config=None)
     state = ServerState()
@@ -343,7 +343,7 @@ def test_a_connection_that_makes_room_takes_none_itself_though_its_transport_end
     assert len(state.connections) == 2
 
 
-def test_a_crowd_beyond_the_connections_is_answered_and_ends_nobody(world):
+def test_surplus_connections_get_503(world):
     with world.served(limits=LimitsConfig(max_connections=20)) as client, ExitStack() as stack:
         held = [stack.enter_context(opened(client)) for _ in range(100)]
         for connection in held[::-1]:
@@ -371,7 +371,7 @@ ENDLESS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
     ids=["endless", "1 MB", "50,000 lines", "in one piece"],
 )
 @pytest.mark.parametrize("first", [b"", HEAD + b'{"a": 1}\n'], ids=["alone", "behind a request"])
-def test_headers_have_a_size(open_client, headers, first):
+def test_headers_are_bounded(open_client, headers, first):
     with opened(open_client) as connection:
         if first:
             connection.sendall(first)
@@ -385,7 +385,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n\r\n0\r\n"
 
 
 @pytest.mark.parametrize("trailers", [b"x: " + b"y" * 1000, b"x: y\r\n"], ids=["a line", "lines"])
-def test_trailers_have_a_size(open_client, trailers):
+def test_trailers_are_bounded(open_client, trailers):
     """431 where no answer has begun, else the end: no request has two answers."""
     with opened(open_client) as posted, ExitStack() as stack:
         posted.sendall(HEAD.replace(b"content-length: 9\r\n\r\n", CHUNKED))
@@ -402,7 +402,7 @@ def test_trailers_have_a_size(open_client, trailers):
 UNREAD = b"content-length: 1000\r\n\r\n"
 
 
-def test_headers_and_silence_have_a_time(client):
+def test_headers_and_silence_time_out(client):
     """As a body that nobody waits for; many headers that come in time are answered."""
     with ExitStack() as stack:
         slow = [stack.enter_context(opened(client)) for _ in range(4)]
@@ -418,7 +418,7 @@ def test_headers_and_silence_have_a_time(client):
             assert connection.recv(1) == b""
 
 
-def test_those_whose_body_never_comes_make_room_all_at_once(world, monkeypatch):
+def test_connections_without_bodies_make_room(world, monkeypatch):
     monkeypatch.setattr(server, "IDLE_S", 0)
     limits = LimitsConfig(max_connections=3, body_timeout_s=600)
     with world.served(limits=limits) as client, ExitStack() as stack:
@@ -429,7 +429,7 @@ def test_those_whose_body_never_comes_make_room_all_at_once(world, monkeypatch):
             assert connection.recv(1) == b""
 
 
-def test_a_half_sent_body_is_answered_once_whole_though_the_server_is_full(world):
+def test_half_sent_bodies_are_answered_on_a_full_server(world):
     limits = LimitsConfig(max_connections=3, body_timeout_s=600)
     with world.served(limits=limits) as client, ExitStack() as stack:
         held = [stack.enter_context(opened(client)) for _ in range(3)]
@@ -444,7 +444,7 @@ def test_a_half_sent_body_is_answered_once_whole_though_the_server_is_full(world
             assert answer(connection, b"}}")[0] == 400
 
 
-def test_prompts_times_samples_are_counted_before_anything_is_made(world, monkeypatch):
+def test_prompts_times_samples_are_bounded_first(world, monkeypatch):
     made = []
     monkeypatch.setattr("eyas.serve.translation.Request", lambda **named: made.append(named))
     with world.served() as client:
@@ -455,7 +455,7 @@ def test_prompts_times_samples_are_counted_before_anything_is_made(world, monkey
     assert not made
 
 
-def test_what_a_slow_reader_left_unread_is_written_in_parts_between_those_of_others():
+def test_a_slow_readers_updates_are_written_in_parts():
     """What came while it did not read is one batch of 400 updates."""
     turns, at_turn = 0, []
 
@@ -493,7 +493,7 @@ def test_what_a_slow_reader_left_unread_is_written_in_parts_between_those_of_oth
     assert max(Counter(at_turn).values()) <= answers.PART + 1  # the last update is another batch
 
 
-def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(ending):
+def test_a_failed_grammar_is_an_error(ending):
     body = {**BODY, "max_tokens": 100, "guided_regex": "[a-z]{100}"}
     for stream in (False, True):
         engine = ending.engine(GatedEngine)
@@ -530,7 +530,7 @@ def compiling(ending, monkeypatch):
         may_end.set()
 
 
-def test_a_grammar_that_compiles_for_long_stops_no_other_stream(compiling):
+def test_slow_grammars_stop_no_other_stream(compiling):
     client, begun, may_end = compiling
     with ThreadPoolExecutor(1) as pool:
         guided = pool.submit(post, client, {**BODY, "guided_regex": "[ab]{3}"})
@@ -544,7 +544,7 @@ def test_a_grammar_that_compiles_for_long_stops_no_other_stream(compiling):
         assert re.fullmatch("[ab]{3}", guided.result().json()["choices"][0]["message"]["content"])
 
 
-def test_a_client_that_leaves_while_its_grammar_compiles_leaves_nothing(compiling):
+def test_a_disconnect_while_the_grammar_compiles(compiling):
     client, begun, may_end = compiling
     body = {**BODY, "guided_regex": "a"}
     with pytest.raises(httpx.ReadTimeout):
@@ -559,13 +559,13 @@ TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 
 
 @pytest.mark.parametrize("garbage", [TLS_HELLO, b"HELLO\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"])
-def test_what_is_no_http_gets_400(client, garbage):
+def test_garbage_gets_400(client, garbage):
     with opened(client) as connection:
         connection.sendall(garbage)
         assert connection.recv(65536).startswith(b"HTTP/1.1 400")
 
 
-def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
+def test_too_large_bodies_are_refused(client):
     headers = {"content-type": "application/json"}
     reply = httpx.post(client.url + TEXT, content=b" " * 20_001, headers=headers)
     assert reply.status_code == 413
@@ -576,7 +576,7 @@ def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
     assert health(client).status_code == 200
 
 
-def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_may_take(world):
+def test_a_client_that_reads_nothing_times_out(world):
     """Its answers fill the system's buffers; else its samples would wait for ever."""
     many = {"prompt": [[5]] * 64, "n": 4, "max_tokens": 100, "logprobs": 20}
     text = json.dumps({"model": MODEL, **many, "stream": True, "temperature": 0}).encode()
@@ -594,7 +594,7 @@ def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_ma
         assert 'reason="timeout"' in httpx.get(f"{client.url}/metrics").text
 
 
-def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
+def test_fuzzed_bodies(client):
     rng = random.Random(0)
     optional = {"stop": ["x"], "tools": [], "response_format": {"type": "text"}}
     good = json.dumps({**BODY, **optional, "logit_bias": {"1": 1}}).encode()
@@ -639,7 +639,7 @@ HEAD_OF_BODY = json.dumps({**BODY, "max_tokens": 1})[:-1]
         (TEXT, '{"model": "tiny", "prompt": [', '"x"', "]}", "prompts are too many"),
     ],
 )
-def test_the_worst_bodies_make_no_object_for_what_they_hold(
+def test_bodies_of_too_many_values_are_refused_early(
     open_client, monkeypatch, path, before, unit, after, says
 ):
     """Counted: an error of pydantic's for every element was what took 20 s."""
@@ -658,13 +658,13 @@ def test_the_worst_bodies_make_no_object_for_what_they_hold(
     assert max(counts, default=0) < 10
 
 
-def test_what_strings_hold_is_no_structure(open_client):
+def test_the_content_of_strings_is_not_counted(open_client):
     code = '{"a": [1, "\\"], \'b\': "\\\\"}' * 2000
     reply = post(open_client, {**BODY, "messages": [{"role": "user", "content": code}]})
     assert reply.json()["error"]["code"] == "context_length_exceeded", reply.text
 
 
-def test_a_large_body_waits_for_no_small_one_and_no_small_one_for_it(open_client, monkeypatch):
+def test_large_and_small_bodies_do_not_wait_for_each_other(open_client, monkeypatch):
     begun, may_end = threading.Event(), threading.Event()
     parse_body = app.parse_body
 
@@ -688,7 +688,7 @@ def test_a_large_body_waits_for_no_small_one_and_no_small_one_for_it(open_client
         assert reply.result().status_code == 200
 
 
-def test_large_bodies_are_held_up_to_a_limit_and_small_ones_beyond_it(open_client, monkeypatch):
+def test_held_bodies_are_bounded(open_client, monkeypatch):
     monkeypatch.setattr(app, "MAX_HELD_BODIES", 0)
     refused = post(open_client, {**BODY, "user": "x" * app.SMALL_BODY})
     assert refused.json()["error"]["code"] == "queue_full"
@@ -696,7 +696,7 @@ def test_large_bodies_are_held_up_to_a_limit_and_small_ones_beyond_it(open_clien
     assert ask(open_client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_an_answer_of_more_logprobs_than_memory_has_is_streamed_or_refused(open_client):
+def test_too_many_logprobs_need_a_stream(open_client):
     wanted = {**BODY, "n": 128, "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
     reply = post(open_client, wanted)
     assert reply.status_code == 400
@@ -706,7 +706,7 @@ def test_an_answer_of_more_logprobs_than_memory_has_is_streamed_or_refused(open_
         assert reply.status_code == 200
 
 
-def test_an_answer_in_pieces_is_the_answer_in_one():
+def test_json_in_pieces_is_json():
     values = [{}, [], None, {"a": [], "é\n": [1, {"b": {}}]}, "x", 0.1]
     values += [[[]] * 300, list(range(129))]
     for value in values:
@@ -723,7 +723,7 @@ def asked_as(client, host, path="/v1/models"):
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/", "/openapi.json", "/x"])
-def test_a_name_of_a_stranger_is_refused_at_every_path(open_client, path):
+def test_foreign_hosts_are_refused_at_every_path(open_client, path):
     """DNS rebinding: evil.example points its name at the loopback."""
     refused = asked_as(open_client, "evil.example:8000", path)
     assert refused.status_code == 403
@@ -739,11 +739,11 @@ FOREIGN += ("[::1", "[::]", "0.0.0.0")
 
 
 @pytest.mark.parametrize("host", OWN + FOREIGN)
-def test_the_loopback_s_names_are_answered_and_no_others(open_client, host):
+def test_hosts_of_the_loopback(open_client, host):
     assert asked_as(open_client, host).status_code == (200 if host in OWN else 403)
 
 
-def test_more_names_may_be_given_and_keys_need_none(world, keys):
+def test_allowed_hosts(world, keys):
     limits = LimitsConfig(allowed_hosts=["eyas.example.org"])
     with world.served(limits=limits) as client:
         assert asked_as(client, "Eyas.Example.org:443").status_code == 200
@@ -758,7 +758,7 @@ def test_more_names_may_be_given_and_keys_need_none(world, keys):
             LimitsConfig(allowed_hosts=[wrong])
 
 
-def test_what_people_wrote_is_in_no_log_and_in_no_error(client, caplog):
+def test_logs_and_errors_hold_no_text_of_requests(client, caplog):
     caplog.set_level(logging.DEBUG, logger="eyas")
     secret = "correct-horse-battery-staple"
     bodies = [

@@ -46,7 +46,7 @@ def test_an_answer_is_that_of_a_chat(client):
     assert usage.eyas["rounds"] == 0
 
 
-def test_an_answer_without_room_is_incomplete(client):
+def test_a_cut_answer_is_incomplete(client):
     reply = respond(client, max_output_tokens=3)
     assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert reply.output[0].status == "incomplete"
@@ -119,7 +119,7 @@ def test_an_answer_follows_its_schema(client):
 # Streams
 
 
-def test_events_of_a_message_are_in_openai_s_order(client):
+def test_events_are_in_openais_order(client):
     events = list(respond(client, stream=True, max_output_tokens=4))
     kinds = [event.type.removeprefix("response.") for event in events]
     num_deltas = kinds.count("output_text.delta")
@@ -138,7 +138,7 @@ def test_events_of_a_message_are_in_openai_s_order(client):
     assert ids == {events[-1].response.output[0].id}
 
 
-def test_every_event_has_its_name_and_there_is_no_done(client):
+def test_events_have_names_and_no_done(client):
     body = {"model": MODEL, "input": TEXT, "max_output_tokens": 2, "stream": True}
     reply = post(client, body, "/v1/responses")
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -148,7 +148,7 @@ def test_every_event_has_its_name_and_there_is_no_done(client):
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
-def test_a_number_that_no_answer_can_repeat_is_refused(client, number):
+def test_infinite_numbers_are_refused(client, number):
     asked = {"model": MODEL, "input": TEXT, "tool_choice": "none"}
     for more in (
         {"tools": [{"type": "function", "name": "a", "parameters": {"x": [0.5]}}]},
@@ -161,7 +161,7 @@ def test_a_number_that_no_answer_can_repeat_is_refused(client, number):
         assert "infinite or NaN" in reply.json()["error"]["message"]
 
 
-def test_the_client_s_own_accumulator_agrees(client):
+def test_the_clients_accumulator_agrees(client):
     with client.responses.stream(
         model=MODEL, input=TEXT, temperature=0, max_output_tokens=200, tools=FLAT_TOOLS
     ) as stream:
@@ -176,7 +176,7 @@ def test_the_client_s_own_accumulator_agrees(client):
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_items_in_the_order_of_the_answer(world, per_step, stream):
+def test_calls_are_items_in_order(world, per_step, stream):
     with saying(world, f"I will. \n{CALL}\n{CALL}\nDone.", per_step) as (client, engine):
         reply = respond(client, tools=FLAT_TOOLS, stream=stream)
         if stream:
@@ -225,7 +225,7 @@ def test_a_call_and_its_result_come_back_as_turns(world):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "book"}])
-def test_a_demanded_call_is_made(client, choice):
+def test_required_calls_are_made(client, choice):
     reply = respond(client, tools=FLAT_TOOLS, tool_choice=choice, max_output_tokens=450)
     (item,) = reply.output
     assert item.type == "function_call"
@@ -269,7 +269,7 @@ def test_a_demanded_call_is_made(client, choice):
         ({"content": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0"),
     ],
 )
-def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, param):
+def test_refusals_name_the_field(client, params, param):
     with pytest.raises(openai.BadRequestError) as refused:
         respond(client, **params)
     assert refused.value.param.startswith(param)
@@ -277,7 +277,7 @@ def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, 
     assert param != "input.0.content.0" or "input_image: this server reads no" in str(refused.value)
 
 
-def test_what_agents_send_along_is_left_out(world, caplog):
+def test_hosted_tools_and_reasoning_are_left_out(world, caplog):
     with saying(world, "Done.") as (client, engine):
         hosted = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
         thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
@@ -295,7 +295,7 @@ def test_what_agents_send_along_is_left_out(world, caplog):
     }
 
 
-def test_nothing_can_be_fetched_again(client):
+def test_responses_cannot_be_fetched(client):
     reply = httpx.get(f"{client.url}/v1/responses/resp_1")
     assert reply.status_code == 404
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

@@ -47,18 +47,18 @@ def read(text, cuts):
 
 
 @given(tokens=TOKENS, cuts=CUTS)
-def test_the_text_is_that_of_all_tokens_however_they_come(chat, tokenizer, tokens, cuts):
+def test_streamed_text_is_decode(chat, tokenizer, tokens, cuts):
     assert streamed(tokenizer, tokens, cuts) == chat.decode(tokens)
 
 
 @given(values=st.lists(st.integers(128, 255), max_size=120), cuts=CUTS)
-def test_bytes_of_every_kind_come_out_as_they_would_at_once(tokenizer, chat, values, cuts):
+def test_streamed_bytes_are_decode(tokenizer, chat, values, cuts):
     of_bytes = {tokenizer.piece(token): token for token in range(3, 320)}
     tokens = [of_bytes[bytes([value])] for value in values]
     assert streamed(tokenizer, tokens, cuts) == chat.decode(tokens)
 
 
-def test_bytes_that_never_become_a_character_do_not_pile_up():
+def test_broken_bytes_do_not_pile_up():
     longest = 0
 
     def decode(ids):
@@ -77,7 +77,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
     assert b"".join(map(tokenizer.piece, tokenizer.encode(text))) == text.encode()
 
 
-def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
+def test_least_tokens_is_a_lower_bound(tokenizer):
     text = "The address is 71 North Street." * 20
     assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text))
     assert tokenizer.least_tokens(10**6) > 1000
@@ -86,7 +86,7 @@ def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
 @given(
     cuts=CUTS, words=st.sampled_from(["", "I will. ", " <tool ", "a\n\n"]), calls=st.integers(0, 3)
 )
-def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
+def test_words_and_calls_are_separated(cuts, words, calls):
     _, parts = read(words + CALL * calls, cuts)
     texts = [part for part in parts if isinstance(part, str)]
     assert "".join(texts) == (words.rstrip() if calls else words)
@@ -97,7 +97,7 @@ def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
 
 
 @given(cuts=CUTS, length=st.integers(0, 200))
-def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, length):
+def test_a_cut_call_is_a_part_of_a_call(cuts, length):
     text, begun = f"I will. {CALL}", CALL.index("{", CALL.index("{") + 1)
     reader, parts = read(text[:length], cuts)
     words = "".join(part for part in parts if isinstance(part, str))
@@ -114,7 +114,7 @@ def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, len
 NO_NAMES = [f'{{"name": "{name}", "arguments": {{}}}}' for name in (r"\x", r"\ud8", "a\tb")]
 
 
-def test_what_is_no_json_between_tags_ends_there():
+def test_broken_json_between_tags():
     for block, words, arguments in (
         ('{"name": "f", "arguments": {"a": 1}', " x", '{"a": 1}'),
         ('{"name": "f", "arguments": {"a": 1', " x", '{"a": 1'),

@@ -75,7 +75,7 @@ def shown(world, engine, number=0):
     return world.chat.tokenizer.decode(engine.asked[number].prompt_ids, skip_special_tokens=False)
 
 
-def test_a_call_goes_out_and_its_result_comes_back(world):
+def test_calls_and_results(world):
     said = f"<think>\nTwo.\n</think>\n\nI will.\n{IN_TAGS}\n{IN_TAGS}"
     with saying(world, said) as (client, engine):
         message = ask(client, QUESTION, tools=TOOLS).choices[0].message
@@ -97,7 +97,7 @@ def test_a_call_goes_out_and_its_result_comes_back(world):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_demanded_call_follows_its_schema(client, choice, stream):
+def test_required_calls_follow_their_schema(client, choice, stream):
     params = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "stream": stream}
     reply = ask(client, QUESTION, temperature=1, seed=3, **params)
     if stream:
@@ -117,7 +117,7 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
         assert choice == "required"
 
 
-def test_a_call_that_is_cut_by_max_tokens_is_there_in_part(world):
+def test_a_call_cut_by_max_tokens(world):
     with saying(world, f"I will.\n{IN_TAGS}") as (client, engine):
         engine.script, engine.ending = engine.script[:-8], "length"
         reply = ask(client, QUESTION, tools=TOOLS).choices[0]
@@ -133,7 +133,7 @@ def test_a_call_that_is_cut_by_max_tokens_is_there_in_part(world):
 
 @pytest.mark.parametrize("path", ["chat", "responses"])
 @pytest.mark.parametrize("arguments", ["{'a': 1}", '{"a": Oslo}', '{"a": "b}'])
-def test_a_call_that_no_client_can_read_is_words(world, path, arguments):
+def test_unreadable_calls_are_words(world, path, arguments):
     """In a whole answer; a stream has sent its name by then."""
     call = f'<tool_call>\n{{"name": "book", "arguments": {arguments}}}\n</tool_call>'
     with saying(world, call) as (client, _):
@@ -148,7 +148,7 @@ def test_a_call_that_no_client_can_read_is_words(world, path, arguments):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_call_alone_ends_the_answer_and_no_tag_within_a_string_does(world, stream):
+def test_a_single_call_ends_the_answer(world, stream):
     """Beside sixteen stop strings, and with special tokens shown."""
     note = '{"note": "</tool_call>"}'
     call = f'<tool_call>\n{{"name": "cancel", "arguments": {note}}}\n</tool_call>'
@@ -185,7 +185,7 @@ def test_an_answer_of_a_schema_may_be_a_call(plain, may_call):
     assert not matcher.mask()[tokenizer.encode("I").ids[0]]
 
 
-def test_tools_far_too_long_are_refused(client, world):
+def test_too_long_tools_are_refused(client, world):
     text = "x " * 300_000
     long = {"type": "function", "function": {"name": "f", "description": text}}
     with pytest.raises(openai.BadRequestError) as refused:
@@ -195,7 +195,7 @@ def test_tools_far_too_long_are_refused(client, world):
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_calls_in_another_form_are_refused_by_name(tmp_path):
+def test_other_forms_of_calls_are_refused(tmp_path):
     """Granite begins calls with a special token and ends them with the turn."""
     with family(tmp_path, like_granite, 448, "<|end_of_text|>").served() as client:
         with pytest.raises(openai.BadRequestError, match="<tool_call> tags") as refused:
@@ -224,7 +224,7 @@ TURNS = [
 IN_TAGS = f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
-def test_a_template_without_tools_shows_them_in_its_messages(plain):
+def test_the_generic_form_shows_tools_in_messages(plain):
     """Tools in the system's, calls in the assistant's, both results in one of the user."""
     said = f"I will.\n{IN_TAGS}\n{IN_TAGS}"
     with saying(plain, said) as (client, engine):
@@ -245,7 +245,7 @@ def test_a_template_without_tools_shows_them_in_its_messages(plain):
     assert f"I will.\n{IN_TAGS}" in fourth
 
 
-def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
+def test_the_generic_form_without_a_system_message(tmp_path):
     refuses = "{% if message['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     world = World.make(tmp_path, eos_token_id=2, max_position_embeddings=MAX_LENGTH)
     template = world.chat._template.plain
@@ -259,7 +259,7 @@ def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
 
 
 @pytest.mark.parametrize("may_repeat", [False, True])
-def test_calls_of_the_generic_form_are_held_by_a_grammar(plain, may_repeat):
+def test_the_generic_forms_grammar(plain, may_repeat):
     """After the opening tag a random walk writes calls, as in history, and no word after them."""
     tokenizer, end = plain.chat.tokenizer, plain.chat.eos_token_ids[0]
     tools = [Tool.model_validate(tool) for tool in TOOLS]
@@ -296,7 +296,7 @@ def test_calls_of_the_generic_form_are_held_by_a_grammar(plain, may_repeat):
     assert matcher.mask()[end]
 
 
-def test_arguments_that_no_tool_names_are_written_where_its_parameters_allow_them():
+def test_additional_arguments_need_permission():
     for more, allowed in (({"additionalProperties": True}, True), ({}, False)):
         parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
         function = {"name": "f", "parameters": parameters}

@@ -50,14 +50,14 @@ def test_predictions_are_what_the_endpoints_answer(client):
     assert [choice["index"] for choice in two["choices"]] == [0, 1]
 
 
-def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
+def test_parameters_are_defaults_of_instances(client):
     instances = [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}]
     reply = predict(client, {"instances": instances, "parameters": {"max_tokens": 5}}).json()
     assert [one["usage"]["completion_tokens"] for one in reply["predictions"]] == [5, 3]
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
 
 
-def test_openai_s_bodies_are_answered_by_themselves(client):
+def test_openai_bodies_are_answered_alone(client):
     """As rawPredict and streamRawPredict send them, with a model or without."""
     chat, text = predict(client, CHAT).json(), predict(client, {**TEXT, "model": "any"}).json()
     expected = text_of(ask(client, max_tokens=12))
@@ -73,7 +73,7 @@ def test_openai_s_bodies_are_answered_by_themselves(client):
     assert (wrong.status_code, violation["field"]) == (400, "top_p")
 
 
-def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
+def test_whole_numbers_may_be_floats(client):
     instance = {"messages": MESSAGES, "max_tokens": 16.0, "n": 2.0, "seed": 3.0}
     body = {"instances": [instance], "parameters": {"top_k": 1.0, "temperature": 0.5}}
     (answer,) = predict(client, body).json()["predictions"]
@@ -84,7 +84,7 @@ def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
     assert predict(client, {"instances": [{**CHAT, "max_tokens": 1.5}]}).status_code == 400
 
 
-def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):
+def test_times_count_from_the_arrival(world, monkeypatch):
     monkeypatch.setattr(
         Translator, "completion", lambda *given: time.sleep(0.3) or translated(*given)
     )
@@ -121,7 +121,7 @@ TITLE = {"guided_json": {"title": "x" * 70_000}}
         ({"instances": [{**CHAT, "use_beam_search": True}]}, "instances.0.use_beam_search"),
     ],
 )
-def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, field):
+def test_errors_have_googles_form(client, body, field):
     reply = predict(client, body)
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -134,14 +134,14 @@ def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, fi
     "body",
     [b"{", b"\xff", b"[1]", b"null", b"[" * 50_000, b'{"instances": [{"prompt": "\\ud800"}]}'],
 )
-def test_bodies_that_are_none_are_refused(client, body):
+def test_broken_bodies_are_refused(client, body):
     headers = {"content-type": "application/json"}
     reply = httpx.post(client.url + ROUTES.predict_route, content=body, headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["status"] == "INVALID_ARGUMENT"
 
 
-def test_other_refusals_have_google_s_names(world, tmp_path):
+def test_refusals_have_googles_names(world, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret")
     limits = LimitsConfig(api_keys=keys, max_queue=0, max_body_bytes=2000)
@@ -155,7 +155,7 @@ def test_other_refusals_have_google_s_names(world, tmp_path):
         assert predict(client, {"instances": [TEXT]}, headers=key).status_code == 200
 
 
-def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
+def test_routes(client):
     assert httpx.post(client.url + ROUTES.predict_route, json={}).status_code == 400
     assert httpx.get(client.url + ROUTES.health_route).json()["status"] == "ok"
     assert httpx.get(client.url + "/health").status_code == 200
@@ -164,7 +164,7 @@ def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
     assert httpx.get(client.url + "/openapi.json").json()["paths"][ROUTES.predict_route]["post"]
 
 
-def test_a_predict_route_may_be_an_endpoint_of_the_server(world):
+def test_the_predict_route_may_be_an_endpoint(world):
     routes = VertexConfig(predict_route="/v1/chat/completions")
     with world.served(vertex=routes) as client:
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
@@ -181,7 +181,7 @@ ENVIRONMENT = {
 }
 
 
-def test_the_environment_says_where_and_what():
+def test_the_environment():
     assert from_environment({}) == from_environment({"AIP_STORAGE_URI": "gs://x"}) == {}
     config = ServeConfig(**from_environment(ENVIRONMENT))
     assert (config.host, config.port, config.target) == ("0.0.0.0", 8080, None)
@@ -201,12 +201,12 @@ def test_the_environment_says_where_and_what():
         *(("PREDICT_ROUTE", route) for route in ("/{x}", "/healthy")),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_an_error(name, value):
+def test_a_wrong_environment_is_an_error(name, value):
     with pytest.raises(ConfigError):
         from_environment({**ENVIRONMENT, f"AIP_{name}": value})
 
 
-def test_without_a_target_and_without_a_store_there_is_nothing_to_serve():
+def test_a_target_or_a_store_is_needed():
     with pytest.raises(ConfigError, match="no target"):
         ServeConfig(**from_environment({"AIP_HTTP_PORT": "8080"}))
 

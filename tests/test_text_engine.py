@@ -36,7 +36,7 @@ def test_requests_may_do_without_text(target):
     assert off.metrics()["accepted_text"] == 0
 
 
-def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
+def test_salts_separate_drafts(target):
     """A request's rounds show whether an answer like its own was given."""
 
     def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
@@ -68,7 +68,7 @@ def test_tau_is_of_rounds_that_the_head_drafted_in(target):
     assert all(sum(result.accept_hist) == 0 for result in results)
 
 
-def test_who_asks_for_no_speculation_gets_none(target):
+def test_speculation_false(target):
     drafting = engine(target, head=False)
     found = decoded(list(drafting.run(repeating(3, speculation=False))))
     assert found == plainly(target, repeating(3))
@@ -81,7 +81,7 @@ def test_a_tree_of_fixed_size_is_the_heads(target):
     assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
 
 
-def test_text_goes_on_where_the_head_fails(target, monkeypatch):
+def test_text_drafts_after_the_head_fails(target, monkeypatch):
     drafting = engine(target)
 
     def fail(*_: object) -> None:

@@ -216,7 +216,7 @@ FEATURES = (
 )
 
 
-def test_what_templates_may_use_is_there(tmp_path):
+def test_features_of_templates(tmp_path):
     like_granite(tmp_path, FEATURES)
     chat, theirs = Chat(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for tools in (None, TOOLS):
@@ -234,12 +234,12 @@ def test_what_templates_may_use_is_there(tmp_path):
         "{{ dict.mro() }}",
     ],
 )
-def test_a_template_that_reaches_out_of_its_sandbox_is_stopped(source):
+def test_the_sandbox_stops_templates(source):
     with pytest.raises(SecurityError):
         rendered(source, {"messages": []})
 
 
-def test_rules_of_the_file_stay_where_transformers_drops_them(tmp_path):
+def test_rules_that_transformers_drops_stay(tmp_path):
     """Its GPT2Tokenizer would not compose an accent."""
     configured(like_qwen, tmp_path, tokenizer_class="GPT2Tokenizer")
     ids = read_tokenizer(tmp_path).backend.encode("cafe\u0301").ids
@@ -273,7 +273,7 @@ def test_an_older_tokenizer_needs_transformers(tmp_path, monkeypatch):
         ("tokenizer_config.json", '{"chat_template": [1]}'),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_error(tmp_path, name, text):
+def test_unreadable_files_are_one_error(tmp_path, name, text):
     tiny_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / name).write_text(text)

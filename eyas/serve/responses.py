@@ -326,7 +326,7 @@ class ResponseWriter(CompletionWriter):
         self._streams = body.stream
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
-        self._open: _OpenMessage | _OpenCall | None = None
+        self._open: _Item | None = None
         self._ending: Ending | None = None
 
     def write(self, choice: Choice, delta: Delta) -> str:
@@ -373,7 +373,7 @@ class ResponseWriter(CompletionWriter):
             elif part:
                 events += self._words(part, logprobs)
                 logprobs = []
-        if isinstance(self._open, _OpenMessage):
+        if self._open is not None and self._open.call is None:
             self._open.logprobs += logprobs
         elif self._open is None and (logprobs or (delta.ending is not None and not self._output)):
             events += self._words("", logprobs)
@@ -382,61 +382,61 @@ class ResponseWriter(CompletionWriter):
         return events + self._close("incomplete" if delta.ending == "length" else "completed")
 
     def _words(self, text: str, logprobs: list[TokenLogprob]) -> str:
-        events, message = "", self._open
-        if not isinstance(message, _OpenMessage):
-            events = self._close("completed")
-            self._open = message = _OpenMessage()
-            events += self._item_event("added", message.item("in_progress", []))
-            events += self._part_event("content_part.added", part=_output_text("", []))
-        message.words.append(text)
-        found = chat_logprobs(self.tokenizer, [*message.logprobs, *logprobs])
-        message.logprobs = []
-        message.written += found
-        return events + self._part_event("output_text.delta", delta=text, logprobs=found)
-
-    def _close(self, status: str) -> str:
-        if (message := self._open) is None:
-            return ""
-        if isinstance(message, _OpenCall):
-            self._open = None
-            done = self._call_event("done", message, name=message.name, arguments=message.arguments)
-            return done + self._item_event("done", message.item(status, message.arguments))
-        text = "".join(message.words)
-        message.written += chat_logprobs(self.tokenizer, message.logprobs)
-        part = _output_text(text, message.written)
-        events = self._part_event("output_text.done", text=text, logprobs=message.written)
-        events += self._part_event("content_part.done", part=part)
-        self._open = None
-        return events + self._item_event("done", message.item(status, [part]))
+        events, item = "", self._open
+        if item is None or item.call is not None:
+            item = _Item()
+            events = self._begin(item)
+            events += self._grown("content_part.added", content_index=0, part=item.part)
+        item.text += text
+        found = chat_logprobs(self.tokenizer, [*item.logprobs, *logprobs])
+        item.logprobs = []
+        item.written += found
+        return events + self._grown(
+            "output_text.delta", content_index=0, delta=text, logprobs=found
+        )
 
     def _call(self, call: Call) -> str:
-        events = ""
-        if call.name is not None:
-            events = self._close("completed")
-            self._open = _OpenCall(call.id, call.name)
-            events += self._item_event("added", self._open.item("in_progress", ""))
-        begun = self._open
-        assert isinstance(begun, _OpenCall), "a call begins with its name"
+        events = self._begin(_Item(call)) if call.name is not None else ""
+        assert self._open is not None, "a call begins with its name"
+        assert self._open.call is not None, "a call begins with its name"
         if not call.arguments:
             return events
-        begun.arguments += call.arguments
-        return events + self._call_event("delta", begun, delta=call.arguments)
+        self._open.text += call.arguments
+        return events + self._grown("function_call_arguments.delta", delta=call.arguments)
 
-    def _call_event(self, kind: str, call: _OpenCall, **fields: Any) -> str:
-        place = {"item_id": call.id, "output_index": len(self._output)}
-        return self._event(f"response.function_call_arguments.{kind}", **place, **fields)
-
-    def _item_event(self, kind: str, item: dict[str, Any]) -> str:
-        event = self._event(
-            f"response.output_item.{kind}", output_index=len(self._output), item=item
+    def _begin(self, item: _Item) -> str:
+        events, self._open = self._close("completed"), item
+        return events + self._event(
+            "response.output_item.added",
+            output_index=len(self._output),
+            item=item.to_json("in_progress"),
         )
-        if kind == "done":
-            self._output.append(item)
-        return event
 
-    def _part_event(self, kind: str, **fields: Any) -> str:
+    def _close(self, status: str) -> str:
+        if (item := self._open) is None:
+            return ""
+        if item.call is not None:
+            events = self._grown(
+                "function_call_arguments.done", name=item.call.name, arguments=item.text
+            )
+        else:
+            item.written += chat_logprobs(self.tokenizer, item.logprobs)
+            events = self._grown(
+                "output_text.done", content_index=0, text=item.text, logprobs=item.written
+            )
+            events += self._grown("content_part.done", content_index=0, part=item.part)
+        written = item.to_json(status)
+        events += self._event(
+            "response.output_item.done", output_index=len(self._output), item=written
+        )
+        self._output.append(written)
+        self._open = None
+        return events
+
+    def _grown(self, kind: str, **fields: Any) -> str:
+        """The event of a change of the open item."""
         assert self._open is not None
-        place = {"item_id": self._open.id, "output_index": len(self._output), "content_index": 0}
+        place = {"item_id": self._open.id, "output_index": len(self._output)}
         return self._event(f"response.{kind}", **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
@@ -447,27 +447,24 @@ class ResponseWriter(CompletionWriter):
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
-class _OpenCall:
-    def __init__(self, call_id: str, name: str) -> None:
-        self.id, self.call_id, self.name = f"fc_{uuid.uuid4().hex}", call_id, name
-        self.arguments = ""
+class _Item:
+    """A message that still grows, or a call."""
 
-    def item(self, status: str, arguments: str) -> dict[str, Any]:
-        call = {"call_id": self.call_id, "name": self.name, "arguments": arguments}
-        return {"type": "function_call", "id": self.id, **call, "status": status}
-
-
-class _OpenMessage:
-    def __init__(self) -> None:
-        self.id = f"msg_{uuid.uuid4().hex}"
-        self.words: list[str] = []
+    def __init__(self, call: Call | None = None) -> None:
+        self.id = f"{'msg' if call is None else 'fc'}_{uuid.uuid4().hex}"
+        self.call, self.text = call, ""
         self.logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
         self.written: list[dict[str, Any]] = []
 
-    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def part(self) -> dict[str, Any]:
+        text = {"type": "output_text", "text": self.text}
+        return {**text, "annotations": [], "logprobs": self.written}
+
+    def to_json(self, status: str) -> dict[str, Any]:
+        if self.call is not None:
+            call = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return {"type": "function_call", "id": self.id, **call, "status": status}
+        content = [] if status == "in_progress" else [self.part]
         message = {"role": "assistant", "status": status, "content": content}
         return {"type": "message", "id": self.id, **message}
-
-
-def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
