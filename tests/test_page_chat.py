@@ -25,9 +25,9 @@ from tests.playground import (
 server, browser, page = playground.server, playground.browser, playground.page
 pytestmark = needs_chromium
 
-# Elements, without what says where tokens come from.
-PLAIN = """() => {
-    const said = [...document.querySelectorAll(".answer .said")].at(-1).cloneNode(true);
+# Elements, without what says where tokens come from; of the last answer, and of a text in pieces
+# of several sizes.
+PLAIN = """said => {
     for (const one of said.querySelectorAll(".token")) one.replaceWith(...one.childNodes);
     for (const one of said.querySelectorAll("button, .code-head span")) one.remove();
     for (const one of said.querySelectorAll(".code, .scroll, .code-head"))
@@ -37,15 +37,26 @@ PLAIN = """() => {
     }
     return said.innerHTML;
 }"""
+LAST = f"""() => ({PLAIN})(
+    [...document.querySelectorAll(".answer .said")].at(-1).cloneNode(true))"""
+IN_PIECES = f"""async text => {{
+    const {{ Markdown }} = await import("./page/markdown.js");
+    return [1, 2, 5, text.length].map(size => {{
+        const place = document.createElement("div");
+        const markdown = new Markdown(place, (from, to) => [text.slice(from, to)]);
+        for (let at = 0; at < text.length; at += size) markdown.update(text.slice(0, at + size));
+        return ({PLAIN})(place);
+    }});
+}}"""
 
 
-def drawn(page, text, size=3):
-    """The elements of a text that comes in tokens of so many characters."""
+def drawn(page, text):
+    """The elements of a text that comes in tokens of three characters."""
     page.unroute("**/completions")
-    answer_with(page, events([text[at : at + size] for at in range(0, len(text), size)]))
+    answer_with(page, events([text[at : at + 3] for at in range(0, len(text), 3)]))
     chat(page, "Say it.")
     assert page.text_content("#problem") == ""
-    return page.evaluate(PLAIN)
+    return page.evaluate(LAST)
 
 
 CASES = [
@@ -93,8 +104,7 @@ CASES = [
 
 def test_markdown_in_any_tokens(page):
     for text, html in CASES:
-        for size in (1, 3, len(text)):
-            assert drawn(page, text, size) == html, (text, size)
+        assert [drawn(page, text), *page.evaluate(IN_PIECES, text)] == [html] * 5, text
 
 
 def test_characters_belong_to_their_tokens(page):
