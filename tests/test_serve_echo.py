@@ -160,21 +160,16 @@ def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
 # Text without scores
 
 
-@pytest.mark.parametrize("extra", [{"echo": False}, {"echo": True}, {"echo": True, "stream": True}])
-def test_echo_without_logprobs(client, extra):
-    text = complete(client, PROMPT, max_tokens=12).choices[0].text
-    reply = complete(client, PROMPT, max_tokens=12, **extra)
-    chunks = reply if extra.get("stream") else [reply]
-    said = "".join(chunk.choices[0].text for chunk in chunks)
-    assert said == (PROMPT + text if extra["echo"] else text)
-
-
-def test_each_choice_echoes_its_own_prompt(client, world):
-    reply = complete(client, ["I would", "well"], n=2, max_tokens=3, echo=True)
-    assert [choice.text[:4] for choice in reply.choices] == ["I wo", "I wo", "well", "well"]
-    of_ids = complete(client, ids_of(world, "you"), echo=True)
-    assert of_ids.choices[0].text.startswith("you")
-    assert reply.usage.completion_tokens == 12
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_echoes_its_own_prompt(client, world, stream):
+    params = {"prompt": ["I would", "well", ids_of(world, "you")], "n": 2, "max_tokens": 3}
+    plain = complete(client, **params)
+    reply, texts = complete(client, **params, echo=True, stream=stream), [""] * 6
+    for choice in [one for chunk in reply for one in chunk.choices] if stream else reply.choices:
+        texts[choice.index] += choice.text
+    before = [text for text in ("I would", "well", "you") for _ in range(2)]
+    assert texts == [text + choice.text for text, choice in zip(before, plain.choices, strict=True)]
+    assert plain.usage.completion_tokens == 18
 
 
 # As clients ask

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from tests.serving import CALL, MESSAGES, MODEL, TOOLS, ask, post, saying, text_of
-from tests.test_serve_api import SCHEMA
+from tests.test_serve_api import FUNCTION, SCHEMA
 
 TEXT = MESSAGES[0]["content"]
 IMAGE = {"type": "input_image", "image_url": "x"}
@@ -203,7 +203,8 @@ def test_calls_are_items_in_order(world, per_step, stream):
     assert "Book a table." in shown
 
 
-def test_a_call_and_its_result_come_back_as_turns(world):
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "book"}])
+def test_calls_and_results_are_those_of_a_chat(world, choice):
     items = [
         {"role": "user", "content": TEXT},
         {"role": "assistant", "content": "I will."},
@@ -217,20 +218,12 @@ def test_a_call_and_its_result_come_back_as_turns(world):
         {"role": "assistant", "content": "I will.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "booked"},
     ]
+    of_a_chat = choice if isinstance(choice, str) else {**FUNCTION, "function": {"name": "book"}}
     with saying(world, "Done.") as (client, engine):
-        assert respond(client, items, tools=FLAT_TOOLS).output_text == "Done."
-        ask(client, turns, tools=TOOLS)
-        ours, of_chat = (asked.prompt_ids for asked in engine.asked)
-    assert ours == of_chat
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "book"}])
-def test_required_calls_are_made(client, choice):
-    reply = respond(client, tools=FLAT_TOOLS, tool_choice=choice, max_output_tokens=450)
-    (item,) = reply.output
-    assert item.type == "function_call"
-    assert choice == "required" or item.name == "book"
-    assert isinstance(json.loads(item.arguments), dict)
+        respond(client, items, tools=FLAT_TOOLS, tool_choice=choice)
+        ask(client, turns, tools=TOOLS, tool_choice=of_a_chat)
+        ours, theirs = ((one.prompt_ids, one.params) for one in engine.asked)
+    assert ours == theirs
 
 
 # Refusals

@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError
 from transformers import AutoTokenizer
 
 from eyas.builtin import smollm2_file
-from eyas.chat import Chat
+from eyas.chat import Chat, TextStream
 from eyas.chat import files as chat_files
 from eyas.chat.environment import rendered
 from eyas.chat.files import read_tokenizer
@@ -177,7 +177,7 @@ def test_tokens_text_and_chats_are_transformers_own(model):
         for special in (False, True):
             ids = ours.encode(text, add_special_tokens=special).ids
             assert ids == theirs.encode(text, add_special_tokens=special), text
-        stream = chat.stream()
+        stream = TextStream(chat.decode)
         pieces = [stream.push([number]) for number in ids]
         assert "".join(pieces) + stream.finish() == theirs.decode(ids, skip_special_tokens=True)
     for skip in (False, True):

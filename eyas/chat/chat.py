@@ -16,7 +16,6 @@ from eyas.chat.tokenizer import (
     ShieldedText,
     TargetTokenizer,
     TemplateProblem,
-    TextStream,
     shield_for,
     shielded,
     strings,
@@ -204,7 +203,3 @@ class Chat:
     def has_control(self, ids: Iterable[int]) -> bool:
         """Whether any of the tokens is a control token."""
         return not self._tokens.control_ids.isdisjoint(ids)
-
-    def stream(self) -> TextStream:
-        """A new incremental `decode`."""
-        return TextStream(self.decode)

@@ -153,14 +153,14 @@ def _is_address(host: str) -> bool:
 
 
 class AccessControl:
-    """Checks hosts, API keys and rates. Raises what `read_keys` raises. It keeps digests of the
-    keys; the log names a client by eight digits of one.
+    """Checks hosts, API keys and rates; the log names a client by eight digits of its key's digest.
+    Raises what `key_digests` raises.
     """
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._file = limits.api_keys
         self._file_state = _state_of(self._file)
-        self._digests = _digests(read_keys(self._file))
+        self._digests = key_digests(self._file)
         self.needs_key = bool(self._digests)  # an empty file later does not open the server
         self._rate = limits.requests_per_minute
         self._hosts = _LOOPBACK | {host.lower() for host in limits.allowed_hosts}
@@ -214,10 +214,10 @@ class AccessControl:
     def _read_again(self) -> None:
         self._file_state = _state_of(self._file)
         try:
-            self._digests = _digests(read_keys(self._file))
+            self._digests = key_digests(self._file)
             log.info("read API keys", extra={"data": {"keys": len(self._digests)}})
         except EyasError as error:  # its keys may be revoked: none is valid any more
-            self._digests = _digests(read_keys(None))
+            self._digests = key_digests(None)
             log.error("API keys", extra={"data": {"error": f"{error.what}: none of it is valid"}})
 
     def count(self, name: str) -> None:
@@ -240,10 +240,6 @@ class AccessControl:
             self._buckets.popitem(last=False)
 
 
-def _digests(keys: list[str]) -> list[bytes]:
-    return [hashlib.sha256(key.encode()).digest() for key in keys]
-
-
 def _state_of(file: Path | None) -> tuple[int, ...] | None:
     """What changes with the content of a file."""
     if file is not None:
@@ -264,8 +260,8 @@ def _read_text(path: Path) -> str:
     return text.decode("utf-8-sig")
 
 
-def read_keys(path: Path | None) -> list[str]:
-    """The keys of the environment and of a file. Raises MissingInputError, ConfigError."""
+def key_digests(path: Path | None) -> list[bytes]:
+    """Of the keys of the environment and of a file. Raises MissingInputError, ConfigError."""
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
         try:
@@ -284,4 +280,4 @@ def read_keys(path: Path | None) -> list[str]:
                 "write one per line; without the setting no key is needed",
             )
         keys += found
-    return [key for key in keys if key]
+    return [hashlib.sha256(key.encode()).digest() for key in keys if key]
