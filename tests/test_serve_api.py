@@ -228,52 +228,58 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 OBFUSCATED = {"stream": True, "stream_options": {"include_obfuscation": True}}
 TWO_GRAMMARS = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
-OF_CHATS = [  # with a parameter's name, or a part of it, and of the message
+
+
+def each(wrong):
+    """A row for each value of a field."""
+    return [({name: value}, name) for name, values in wrong.items() for value in values]
+
+
+OF_CHATS = each(
+    {
+        "top_k": (-2, 2**31),
+        "n": (0, 129, True),
+        "temperature": (2.5, "hot"),
+        "top_p": (0,),
+        "max_tokens": (0,),
+        "max_completion_tokens": (0,),
+        "min_tokens": (30,),
+        "stop": (["a"] * 17,),
+        "frequency_penalty": (2.5,),
+        "logit_bias": ({"1": 5, "01": -5}, {"x": 1}, {"5000": 1}),
+        "top_logprobs": (2,),
+        "response_format": ({"type": "json_schema"},),
+        "best_of": (2,),
+        "add_generation_prompt": (False,),
+        "continue_final_message": (True,),
+        "use_beam_search": (True,),
+        "chat_template_kwargs": ({"enable_thinking": True},),
+        "tool_choice": ("required",),
+        "stream_options": ({"include_usage": True},),
+        "speculation": (True,),
+        "text_drafts": (True,),
+        "guided_jsn": ("{}",),
+        "seed": (2**70,),
+        "reasoning_effort": ("lots",),
+        "moderation": ({"model": "m"},),
+        "messages": ([],),
+    }
+)
+OF_CHATS += [  # with a part of the message
     ({"functions": [{"name": "f"}]}, "functions", "send tools"),
     ({"function_call": {"name": "f"}}, "function_call", "send tool_choice"),
     ({"logit_bias": {str(at): 1 for at in range(2000)}}, "", "2000 keys, the limit is 1024"),
-    ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
-    ({"stop": ["x", ""]}, "stop", "at least 1 character"),
-    ({"top_k": -2}, "top_k"),
-    ({"top_k": 2**31}, "top_k"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
-    ({"n": True}, "n"),
-    ({"temperature": 2.5}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": 3}, "max_tokens"),
-    ({"stop": ["a"] * 17}, "stop"),
-    ({"stop": ""}, "stop", "a stop string is empty"),
-    ({"frequency_penalty": 2.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 200}}, "logit_bias.1"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"stop": ["x", ""]}, "stop", "at least 1 character"),
+    ({"stop": ""}, "stop", "a stop string is empty"),
+    ({"max_completion_tokens": 3}, "max_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
     (TWO_GRAMMARS, "guided_regex"),
     ({"grammar": "root ::= [a-z]", "ebnf": "root ::= [a-z]"}, "grammar"),
-    ({"best_of": 2}, "best_of"),
     ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
-    ({"add_generation_prompt": False}, "add_generation_prompt"),
-    ({"continue_final_message": True}, "continue_final_message"),
-    ({"min_tokens": 30}, "min_tokens"),
     ({"ignore_eos": True, "regex": "a"}, "ignore_eos"),
-    ({"use_beam_search": True}, "use_beam_search"),
     ({"skip_special_tokens": False, "stop": "x"}, "skip_special_tokens"),
-    ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
     (OBFUSCATED, "stream_options.include_obfuscation"),
-    ({"speculation": True}, "speculation"),
-    ({"text_drafts": True}, "text_drafts"),
-    ({"guided_jsn": "{}"}, "guided_jsn"),
-    ({"seed": 2**70}, "seed"),
-    ({"reasoning_effort": "lots"}, "reasoning_effort"),
-    ({"moderation": {"model": "m"}}, "moderation"),
-    ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
     (user(None), "messages"),
     (user("x" * 4000), "messages"),
@@ -283,28 +289,19 @@ OF_CHATS = [  # with a parameter's name, or a part of it, and of the message
     (user([{"type": "text", "text": "x", "cache": 1}]), "messages.0.content.0.cache"),
     (user([IMAGE]), "messages.0.content.0", "reads no images"),
 ]
-OF_TEXTS = [
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
+PROMPTS = ("", [], "x" * 100_000, "x" * 300, ["x"] * 5000)
+OF_TEXTS = each({"prompt": PROMPTS, "max_tokens": (-1,), "suffix": ("y",), "logprobs": (21,)})
+OF_TEXTS += [
     ({"prompt": [5000]}, "vocabulary"),
-    ({"prompt": "x" * 100_000}, "prompt"),
-    ({"prompt": "x" * 300}, "prompt"),
     ({"prompt": ["x" * 200] * 20, "echo": True, "logprobs": 20, "max_tokens": 0}, "echo"),
-    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
-    ({"suffix": "y"}, "suffix"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"prompt": ["x"] * 5000}, "prompt"),
     ({"prompt": ["x"] * 100, "n": 100}, "n"),
     ({"messages": MESSAGES}, "messages"),
 ]
 OF_GRAMMARS = [  # by a target that can end an answer
-    ({"guided_json": {"not": {}}}, "json_schema"),
-    ({"guided_json": "{"}, "json_schema"),
+    *(({"guided_json": one}, "json_schema") for one in ({"not": {}}, "{")),
+    *(({"grammar": f"root ::= {one}"}, "grammar") for one in ("thing", '"a', "(" * 3000)),
     ({"guided_regex": "("}, "regex"),
-    ({"grammar": "root ::= thing"}, "grammar"),
-    ({"grammar": 'root ::= "a'}, "grammar"),
-    ({"grammar": "root ::= " + "(" * 3000}, "grammar"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"regex": "a" * 70_000}, "regex"),
 ]

@@ -229,37 +229,43 @@ def test_calls_and_results_are_those_of_a_chat(world, choice):
 # Refusals
 
 
+REFUSED = {
+    "previous_response_id": "resp_1",
+    "conversation": "conv_1",
+    "background": True,
+    "truncation": "auto",
+    "tool_choice": "required",
+    "tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]],
+    "top_logprobs": 2,
+    "max_output_tokens": 0,
+    "metadata": {str(number): "" for number in range(17)},
+    "stream_options": {"include_obfuscation": True},
+}
+UNKNOWN = {"prompt": {"id": "p"}, "background_options": {}, "n": 2, "messages": MESSAGES}
+CONTENTS = [
+    ([], "input"),
+    ([{"type": "reasoning", "summary": []}], "input"),
+    ("x" * 30_000, "input"),
+    ([{"type": "item_reference", "id": "x"}], "input.0"),
+    ([{"type": 7, "role": "user", "content": "x"}], "input.0"),
+    (["x"], "input.0"),
+    ([{"type": "function_call_output", "output": "x"}], "input.0.call_id"),
+    ([{"role": "user", "content": [IMAGE]}], "input.0.content.0"),
+]
+
+
 @pytest.mark.parametrize(
     ("params", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"extra_body": {"prompt": {"id": "p"}}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        *(({name: value}, name) for name, value in REFUSED.items()),
+        *(({"extra_body": {name: value}}, name) for name, value in UNKNOWN.items()),
+        *(({"content": content}, param) for content, param in CONTENTS),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"extra_body": {"background_options": {}}}, "background_options"),
         ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
-        ({"tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search"]}, "include.0"),
-        ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"], "tools": FLAT_TOOLS}, "include"),
         ({"reasoning": {"effort": "fast"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"extra_body": {"n": 2}}, "n"),
-        ({"extra_body": {"messages": MESSAGES}}, "messages"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
-        ({"content": []}, "input"),
-        ({"content": [{"type": "reasoning", "summary": []}]}, "input"),
-        ({"content": "x" * 30_000}, "input"),
-        ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"content": [{"type": 7, "role": "user", "content": "x"}]}, "input.0"),
-        ({"content": ["x"]}, "input.0"),
-        ({"content": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
-        ({"content": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0"),
     ],
 )
 def test_refusals_name_the_field(client, params, param):
