@@ -41,7 +41,7 @@ LAST = f"""() => ({PLAIN})(
     [...document.querySelectorAll(".answer .said")].at(-1).cloneNode(true))"""
 IN_PIECES = f"""async text => {{
     const {{ Markdown }} = await import("./page/markdown.js");
-    return [1, 2, 5, text.length].map(size => {{
+    return [1, 2, 3, 5, text.length].map(size => {{
         const place = document.createElement("div");
         const markdown = new Markdown(place, (from, to) => [text.slice(from, to)]);
         for (let at = 0; at < text.length; at += size) markdown.update(text.slice(0, at + size));
@@ -103,8 +103,10 @@ CASES = [
 
 
 def test_markdown_in_any_tokens(page):
-    for text, html in CASES:
-        assert [drawn(page, text), *page.evaluate(IN_PIECES, text)] == [html] * 5, text
+    for number, (text, html) in enumerate(CASES):
+        assert page.evaluate(IN_PIECES, text) == [html] * 5, text
+        if number % 4 == 0:  # each chat takes its time
+            assert drawn(page, text) == html
 
 
 def test_characters_belong_to_their_tokens(page):
@@ -361,7 +363,7 @@ RICH = (
 )
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390)])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_axe_finds_nothing(browser, server, scheme, width):
     from axe_playwright_python.sync_playwright import Axe  # noqa: PLC0415 - a development package
 
