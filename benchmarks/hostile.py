@@ -115,7 +115,7 @@ def most(tokens: int) -> tuple[bytes, bytes]:
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
-    """The worst of every kind, with its path."""
+    """The worst of every kind that is not refused unread, with its path."""
     user = b'{"role":"user","content":"x"}'
     rules = "".join(f'r{at} ::= "{"x" * 6}" | r{at + 1} "a"\n' for at in range(2000))
     tool = b'{"type":"function","function":{"name":"f%d","parameters":{"properties":{%s}}}}'
@@ -130,22 +130,17 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     properties, required = {f"p{n}": {} for n in range(1500)}, [f"k{n}" for n in range(6000)]
     few = 16_000  # bytes of units that pass the bounds of keys
     made = {
-        "empty_messages": messages(b"{}"),
-        "empty_messages_within_bounds": messages(b"{}", few * 3),
-        "messages": messages(user),
-        "messages_within_bounds": messages(user, 150_000),
+        "empty_messages": messages(b"{}", few * 3),
+        "messages": messages(user, 150_000),
         "numbers_for_messages": messages(b"1", 500_000),
         "parts": messages(in_parts % b",".join([part] * 5000), 140_000),
         "bad_parts": messages(in_parts % b",".join([b"{}"] * 16000), 60_000),
         "calls": messages(in_calls % b",".join([call] * 3000), 160_000),
-        "biases": field_of(b"logit_bias", lambda at: b'"%d":1' % at),
         "wrong_biases": filled(HEAD + ASKED + b',"logit_bias":{', numbered, b"}}", few * 8),
         "unknown_fields": filled(HEAD + ASKED + b",", numbered, b"}", few * 8),
-        "metadata": field_of(b"metadata", lambda at: b'"%d":{}' % at),
         "nested": HEAD + ASKED + b',"metadata":' + b"[" * 16_000 + b"]" * 16_000 + b"}",
         "enum": field_of(b"guided_json", b"%d".__mod__, b"[]").replace(b":[", b':{"enum":[', 1),
         "choices": field_of(b"guided_choice", lambda _: b'"x"', b"[]"),
-        "stops": field_of(b"stop", lambda _: b'"x"', b"[]"),
         "long_stops": guided("stop", ["a" * 1023 + chr(98 + at) for at in range(16)]),
         "tools": filled(
             HEAD + ASKED + b',"tools":[{"type":"function","function":{"name":"f","parameters":{',
@@ -197,7 +192,6 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "token_ids": (TEXT, filled(ids, lambda _: b"1", b"]}", 500_000)),
         "wrong_token_ids": (TEXT, filled(ids, lambda _: b"-1", b"]}", 700_000)),
         "lists_of_ids": (TEXT, filled(ids, lambda _: b"[1]", b"]}", 60_000)),
-        "prompts": (TEXT, filled(ids, lambda _: b'"x"', b"]}")),
         "prompts_with_biases": (TEXT, few_ids + b',"logit_bias":{%s}}' % biases),
     }
 

@@ -53,7 +53,7 @@ def process_config(world):
 
 
 @contextmanager
-def ending(served):
+def closable(served):
     """A client that outlives its server, what ends the server in a thread, and the threads."""
     with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
         url = server.enter_context(served).url
@@ -236,7 +236,7 @@ def test_swapping_heads_needs_a_folder_and_keys(client, tmp_path):
 def test_a_draining_server_finishes_what_runs(world):
     """Nothing new is taken; health and counters answer until the last word is sent."""
     engine = world.engine(GatedEngine)
-    with ending(world.served(engine)) as (client, end, pool):
+    with closable(world.served(engine)) as (client, end, pool):
         url = client.url
         engine.gate.release()
         reply = ask(client, stream=True)
@@ -264,7 +264,7 @@ def test_a_draining_server_finishes_what_runs(world):
 
 
 def test_the_end_waits_for_a_regular_scraper(world):
-    with ending(world.served()) as (client, end, _):
+    with closable(world.served()) as (client, end, _):
         for _ in range(2):
             httpx.get(f"{client.url}/metrics")
             time.sleep(1)
@@ -323,7 +323,7 @@ with running_server(ServeConfig.model_validate_json(given)) as url:
 
 def test_requests_fail_after_shutdown_s(world):
     engine = world.engine(GatedEngine)
-    with ending(world.served(engine, LimitsConfig(shutdown_s=0.3))) as (client, end, pool):
+    with closable(world.served(engine, LimitsConfig(shutdown_s=0.3))) as (client, end, pool):
         engine.gate.release()
         begun = ask(client, stream=True, max_tokens=100)
         next(begun)
