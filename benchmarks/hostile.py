@@ -73,10 +73,6 @@ def messages(unit: bytes, most: int = SIZE) -> bytes:
     return filled(HEAD + b'"messages":[', lambda _: unit, b"]}", most)
 
 
-def field_of(name: bytes, unit: Callable[[int], bytes], brackets: bytes = b"{}") -> bytes:
-    return filled(HEAD + ASKED + b',"' + name + b'":' + brackets[:1], unit, brackets[1:] + b"}")
-
-
 def content(text: bytes) -> bytes:
     before = HEAD + b'"messages":[{"role":"user","content":"'
     return before + text * ((SIZE - len(before) - 4) // len(text)) + b'"}]}'
@@ -139,8 +135,8 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "wrong_biases": filled(HEAD + ASKED + b',"logit_bias":{', numbered, b"}}", few * 8),
         "unknown_fields": filled(HEAD + ASKED + b",", numbered, b"}", few * 8),
         "nested": HEAD + ASKED + b',"metadata":' + b"[" * 16_000 + b"]" * 16_000 + b"}",
-        "enum": field_of(b"guided_json", b"%d".__mod__, b"[]").replace(b":[", b':{"enum":[', 1),
-        "choices": field_of(b"guided_choice", lambda _: b'"x"', b"[]"),
+        "enum": filled(HEAD + ASKED + b',"guided_json":{"enum":[', b"%d".__mod__, b"]}}"),
+        "choices": filled(HEAD + ASKED + b',"guided_choice":[', lambda _: b'"x"', b"]}"),
         "long_stops": guided("stop", ["a" * 1023 + chr(98 + at) for at in range(16)]),
         "tools": filled(
             HEAD + ASKED + b',"tools":[{"type":"function","function":{"name":"f","parameters":{',
