@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.drafters import merged
+from eyas.engine.drafters import NOTHING, merged
 from eyas.engine.text import (
     CHAIN,
     FIRST_ACCEPTANCE,
@@ -17,13 +17,6 @@ from eyas.engine.text import (
 )
 from eyas.model.rows import HEAD, TEXT, Proposals
 from tests.test_tree import random_trees
-
-NOTHING = Proposals(
-    np.empty((0, 0), dtype=np.int64),
-    np.empty((0, 0), dtype=np.float32),
-    np.empty((0, 0), dtype=np.int32),
-    np.empty(0, dtype=np.int32),
-)
 
 
 def index_of(tokens: list[int]) -> TextIndex:

@@ -40,10 +40,11 @@ class TemplateRefusal(TemplateError):
 class Template:
     """A target's chat template. Raises TemplateError: there is none.
 
-    templates: sources by name, "default" (`plain`) and perhaps "tool_use"; special_tokens:
-    variables (bos_token); date: today's, at midnight, None is the clock; options: more variables,
-    and later the names of those left to a client. probe_tools: to examine it with; None where it
-    takes conversations without any.
+    templates: sources by name, "default" (`plain`) and perhaps "tool_use". special_tokens, options:
+    variables (bos_token, enable_thinking). date: today's, at midnight; None is the clock.
+
+    options: names of the variables left to a client. probe_tools: to examine the template with;
+    None where it takes conversations without any.
     """
 
     probe_tools: list[dict[str, Any]] | None = None

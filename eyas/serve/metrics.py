@@ -211,8 +211,8 @@ class Metrics(Collector):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether requests have ended since the last scrape, and the next is due: the pause between
-        the last two has not passed one and a half times.
+        """Whether requests have ended since the last scrape, and the next may still come: within
+        1.5 times the pause between the last two.
         """
         if not self._has_news or len(self._scrapes) < 2:
             return False
