@@ -141,29 +141,22 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call(context, called, *given, **named)
 
 
-def _refuse_wide(values: Iterable[Any]) -> None:
-    for value in values:
-        _refuse_long(value if isinstance(value, int) else 0)
-
-
 def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> None:
     # widths are in the text, or among the values where it has `*` or nested braces
     found = " ".join(specs.findall(text))
-    _refuse_wide(int(width) for width in re.findall(r"\d+", found))
+    widths = [*map(int, re.findall(r"\d+", found))]
     if "*" in found or (specs is BRACES and re.search(r"\{[^{}]*\{", text)):
-        _refuse_wide(values)
+        widths += [value for value in values if isinstance(value, int)]
+    _refuse_long(max(widths, default=0))
 
 
-def _width(value: Any) -> int:
+def _width(value: Any, number: int | None = None) -> int:
+    """Of a text, of the widest in a mapping, or what a number says; number: in its place."""
     if isinstance(value, Mapping):
-        return max(map(_width, value.values()), default=0)
-    return len(value) if isinstance(value, str) else value if isinstance(value, int) else 0
-
-
-def _text_width(value: Any) -> int:
-    if isinstance(value, Mapping):
-        return max(map(_text_width, value.values()), default=0)
-    return len(value) if isinstance(value, str) else 20
+        return max((_width(one, number) for one in value.values()), default=0)
+    if isinstance(value, str):
+        return len(value)
+    return number if number is not None else value if isinstance(value, int) else 0
 
 
 def _refuse_growth(name: str, value: Any, given: Iterable[Any]) -> None:
@@ -171,7 +164,7 @@ def _refuse_growth(name: str, value: Any, given: Iterable[Any]) -> None:
     if name in PADDING:
         _refuse_long(widest * (10 if name == "round" else 1))
     elif name == "join" and isinstance(value, Iterable):
-        _refuse_long(sum(_text_width(one) + widest for one in value))
+        _refuse_long(sum(_width(one, number=20) + widest for one in value))
     elif name in GROWING:
         _refuse_long((1 + len(str(value))) * widest)
 
@@ -197,20 +190,14 @@ def _refuse_long(size: float) -> None:
         raise TooMuch(f"makes a text of {size:,} characters, or a list of so many entries")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Bounded(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _as_json
-    for name in {"format", *PADDING, *GROWING} & environment.filters.keys():
-        environment.filters[name] = _bounded_filter(name, environment.filters[name])
-    environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
-    return environment
-
-
-_ENVIRONMENT = _environment()
-
-
+_ENVIRONMENT = _Bounded(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+)
+_FILTERS = _ENVIRONMENT.filters
+_FILTERS["tojson"] = _as_json
+for _name in {"format", *PADDING, *GROWING} & _FILTERS.keys():
+    _FILTERS[_name] = _bounded_filter(_name, _FILTERS[_name])
+_ENVIRONMENT.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
 _compiled = lru_cache(_ENVIRONMENT.from_string)
 
 
