@@ -44,7 +44,7 @@ def browser():
 
 
 @contextmanager
-def opened(browser, url, faults=(), **options):
+def opened(browser, url, faults=(), ready="#send:enabled", **options):
     """A page in a context of its own: it asks this server only, and complains of `faults` only."""
     options = {"viewport": {"width": 1280, "height": 860}} | options
     with browser.new_context(**options) as context:
@@ -55,6 +55,7 @@ def opened(browser, url, faults=(), **options):
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.goto(url)
+        page.wait_for_selector(ready)
         yield page
         assert hosts == {urlsplit(url).netloc}
         assert [one for one in said if not any(fault in one for fault in faults)] == []
@@ -63,7 +64,6 @@ def opened(browser, url, faults=(), **options):
 @pytest.fixture
 def page(browser, server):
     with opened(browser, server) as page:
-        page.wait_for_selector("#send:enabled")
         yield page
 
 
@@ -81,7 +81,7 @@ def settle(page, **values):
 
 
 def chat(page, prompt=PROMPT, longest=40):
-    if page.input_value("#longest") != str(longest):
+    if longest is not None and page.input_value("#longest") != str(longest):
         settle(page, longest=longest)
     page.fill("#prompt", prompt)
     page.click("#send")
@@ -102,6 +102,7 @@ def texts(page, selector):
 
 
 def answer_with(page, answer):
+    page.unroute("**/completions")
     page.route("**/completions", lambda route: route.fulfill(**answer))
 
 
@@ -141,10 +142,7 @@ TELLING = """async () => {
 
 def take_pictures(url):
     with chromium() as browser, opened(browser, url) as page:
-        page.wait_for_selector("#send:enabled")
-        page.fill("#prompt", PICTURED)
-        page.click("#send")
-        over(page)
+        chat(page, PICTURED, longest=None)
         page.evaluate(TELLING)
         docs = Path(__file__).resolve().parents[1] / "docs"
         for scheme, name in (("light", "page.png"), ("dark", "page_dark.png")):

@@ -335,9 +335,7 @@ def test_the_tree_is_never_cut_at_its_right_edge(browser, server):
     wide = [NODE | {"text": f"long word {n}"} for n in range(10)]
     for width in (1280, 390):
         with opened(browser, server, viewport={"width": width, "height": 844}) as page:
-            page.wait_for_selector("#send:enabled")
             for tree in (chain, wide):
-                page.unroute("**/completions")
                 answer_with(page, streamed([(["w "], "plain", None), (["w "] * 6, "bonus", tree)]))
                 chat(page)
                 if width == 390:
@@ -359,7 +357,6 @@ INSIDE = """() => {
 def test_a_race_ends_with_its_result_on_the_screen(browser, server):
     for width in (1280, 390):
         with opened(browser, server, viewport={"width": width, "height": 844}) as page:
-            page.wait_for_selector("#send:enabled")
             answer_with(page, events(["line \n\n"] * 40))
             for _ in range(2):
                 race(page)
@@ -515,7 +512,6 @@ LONG = {"status": 400, "content_type": "application/json", "body": json.dumps({"
 @needs_chromium
 def test_errors_keep_the_prompt(browser, server):
     with opened(browser, server, faults=["400 (Bad Request)", "ERR_FAILED", "401"]) as page:
-        page.wait_for_selector("#send:enabled")
         answer_with(page, LONG)
         chat(page, longest=5000)
         assert page.text_content("#problem") == (
@@ -523,10 +519,7 @@ def test_errors_keep_the_prompt(browser, server):
             "lower “Longest answer” in Settings (now 5000), or shorten the message, edit an "
             "earlier one, or begin a new chat."
         )
-        settle(page, longest="")
-        page.fill("#prompt", PROMPT)
-        page.click("#send")
-        over(page)
+        chat(page, longest="")
         assert "Longest answer" not in page.text_content("#problem")
         page.unroute("**/completions")
         chat(page, prompt=PROMPT * 200)
@@ -542,7 +535,6 @@ def test_errors_keep_the_prompt(browser, server):
         page.route("**/completions", lambda route: route.abort())
         chat(page)
         assert page.text_content("#problem") == "The server cannot be reached."
-        page.unroute("**/completions")
         broken = events(["one"])
         failed = 'data: {"error": {"message": "the engine failed"}}\n\n'
         broken["body"] = broken["body"].partition("data: [DONE]")[0] + failed
@@ -560,9 +552,8 @@ def test_keys_are_kept_nowhere(browser, world, tmp_path):
     keys.write_text("a-key-of-this-test-0123456789\n")
     with (
         world.served(limits=LimitsConfig(api_keys=keys)) as client,
-        opened(browser, client.url, faults=["401 (Unauthorized)"]) as page,
+        opened(browser, client.url, ["401 (Unauthorized)"], "#key-form") as page,
     ):
-        page.wait_for_selector("#key-form", state="visible")
         # not wait_for_function: the page's policy forbids to evaluate strings
         page.wait_for_selector("#key:focus")
         assert page.is_disabled("#send")
@@ -615,7 +606,6 @@ CONTRASTS = """() => {
 def test_contrast_of_the_drawing(browser, server, scheme):
     """4.5 to 1; and a screenshot has more than a background."""
     with opened(browser, server, color_scheme=scheme) as page:
-        page.wait_for_selector("#send:enabled")
         text = NODE | {"source": "text", "probability": None}
         tree = [NODE, NODE | {"accepted": True}, text, text | {"accepted": True}]
         answer_with(page, streamed([(["w ", "v "], "bonus", tree)]))
@@ -631,7 +621,6 @@ def test_contrast_of_the_drawing(browser, server, scheme):
 @needs_chromium
 def test_a_phone_needs_no_sideways_scrolling(browser, server):
     with opened(browser, server, viewport={"width": 360, "height": 740}, has_touch=True) as page:
-        page.wait_for_selector("#send:enabled")
         # the chat comes first: examples, prompt and Send are on the first screen
         assert page.evaluate("document.querySelector('#send').getBoundingClientRect().bottom < 740")
         chat(page, longest=30)

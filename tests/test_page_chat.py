@@ -52,7 +52,6 @@ IN_PIECES = f"""async text => {{
 
 def drawn(page, text):
     """The elements of a text that comes in tokens of three characters."""
-    page.unroute("**/completions")
     answer_with(page, events([text[at : at + 3] for at in range(0, len(text), 3)]))
     chat(page, "Say it.")
     assert page.text_content("#problem") == ""
@@ -156,7 +155,6 @@ def test_hostile_markdown_is_drawn_soon(page):
 
 def test_copies_of_code_and_messages(browser, server):
     with opened(browser, server, permissions=["clipboard-read", "clipboard-write"]) as page:
-        page.wait_for_selector("#send:enabled")
         text = "Take **this**:\n\n- x\n  ```py\n  a = 1\n\n  b = 2\n  ```"
         drawn(page, text)
         for button, copied in (
@@ -239,7 +237,6 @@ def test_the_same_answer_again_is_explained(page):
 
 def test_failures_keep_the_chat(browser, server):
     with opened(browser, server, faults=["ERR_FAILED"]) as page:
-        page.wait_for_selector("#send:enabled")
         say_in_turn(page, "A")
         chat(page, "Q")
         page.unroute("**/completions")
@@ -253,7 +250,6 @@ def test_failures_keep_the_chat(browser, server):
         over(page)
         assert shown(page) == ["Q", "A"]
         assert page.input_value("#prompt") == "R"
-        page.unroute("**/completions")
         answer_with(page, events([]))
         page.click("#send")
         over(page)
@@ -306,9 +302,7 @@ def test_two_tabs_and_a_foreign_entry_lose_nothing(page):
 def test_a_browser_without_room_says_so(page):
     page.evaluate("() => { Storage.prototype.setItem = () => { throw new Error('full') } }")
     say_in_turn(page, "A")
-    page.fill("#prompt", "Q")
-    page.click("#send")
-    over(page)
+    chat(page, "Q", longest=None)
     assert "no room for more chats" in page.text_content("#problem")
     assert shown(page) == ["Q", "A"]
 
@@ -376,7 +370,6 @@ def test_axe_finds_nothing(browser, server, scheme, width):
             found = [(one["id"], one["nodes"][0]["html"]) for one in result["violations"]]
             assert not found, state
 
-        page.wait_for_selector("#send:enabled")
         check("welcome")
         chain = [NODE | {"accepted": True}, NODE | {"source": "text", "probability": None}]
         answer_with(page, streamed([([RICH], "bonus", DRAFTED), (["w", "v"], "bonus", chain)]))
