@@ -83,8 +83,8 @@ def llama_command(args: argparse.Namespace, port: int) -> list[str]:
 def ready(command: list[str], port: int) -> Iterator[tuple[int, str]]:
     """The process id and the URL of a server, once it answers."""
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # as installed packages start
-    unheard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, **unheard) as process:
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **silent) as process:
         try:
             url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
             while not is_up(url):

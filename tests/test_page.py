@@ -1,4 +1,4 @@
-"""The playground in a real browser: it draws what the server said, and asks nobody else."""
+"""The playground in a real browser: it draws what the server said, and asks no other server."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
     for seen, count in zip(shown, (drafted, bonus, plain), strict=True):
         assert max(1, count - ended) <= seen <= count
     assert page.text_content("#per-round") == f"{usage['eyas']['tau']:.2f}"
-    told = page.text_content("#per-round-note")
+    note = page.text_content("#per-round-note")
     rounds = usage["eyas"]["rounds"]
-    assert told == f"over {rounds} rounds, and the head drafted in all: this is tau"
+    assert note == f"over {rounds} rounds, and the head drafted in all: this is tau"
     for _ in range(5):  # no speed is shown where the answer came in fewer than four pieces
         if page.text_content("#speed") != "–":
             break
@@ -133,8 +133,8 @@ def test_the_tree_of_the_picked_round(page):
     assert len(page.query_selector_all("#drawing .node.accepted")) == accepted > 0
     assert len(page.query_selector_all("#drawing .node.bonus")) == len(of_round) - accepted
     drafted = len(page.query_selector_all("#drawing .node:not(.root):not(.bonus)"))
-    told = f"The head drafted {drafted} tokens; the target kept {accepted}"
-    assert told in page.text_content("#told")
+    summary = f"The head drafted {drafted} tokens; the target kept {accepted}"
+    assert summary in page.text_content("#told")
     edges, nodes = (len(page.query_selector_all(f"#drawing .{one}")) for one in ("edge", "node"))
     assert edges == nodes - 1
     assert page.get_attribute("#drawing svg", "aria-label") == page.text_content("#told")
@@ -296,8 +296,8 @@ def test_tokens_a_round_count_plain_rounds(page):
     answer_with(page, streamed(rounds))
     chat(page)
     assert page.text_content("#per-round") == "1.29"  # 18 tokens in 14 rounds after the prefill
-    told = page.text_content("#per-round-note")
-    assert told == "over all 14 rounds; tau 3.00 over the 2 that the head drafted in"
+    note = page.text_content("#per-round-note")
+    assert note == "over all 14 rounds; tau 3.00 over the 2 that the head drafted in"
     assert texts(page, ".opener")[-1].startswith("19 tokens, 1.29 tokens a round")
     assert page.text_content("#tree-title") == "Round 7 of 15"
 

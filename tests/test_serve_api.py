@@ -644,8 +644,8 @@ def caller(tooled):
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_in_an_answer(tooled, per_step, stream):
     with saying(tooled, f"I will. \n{CALL}\n{CALL}", per_step) as (client, engine):
-        untold = ask(client), ask(client, tools=TOOLS, tool_choice="none")
-        assert {text_of(one) for one in untold} == {f"I will. \n{CALL}\n{CALL}"}
+        without = ask(client), ask(client, tools=TOOLS, tool_choice="none")
+        assert {text_of(one) for one in without} == {f"I will. \n{CALL}\n{CALL}"}
         reply = ask(client, tools=TOOLS, stream=stream)
         if stream:
             reply = list(reply)

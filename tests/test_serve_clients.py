@@ -47,8 +47,8 @@ def url():
 
 def run(url, client):
     words = [PYTHON, str(SCRIPT), url, SMOLLM2, client]
-    told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
-    return json.loads(told.stdout)
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout)
 
 
 def tools_of(body):
@@ -60,12 +60,12 @@ def test_an_agent_takes_three_turns(url, client):
     """The clients read calls of their tools, with arguments that the tools' schemas allow."""
     if subprocess.run([PYTHON, "-c", f"import {CLIENTS[client]}"], capture_output=True).returncode:
         pytest.skip("pip install --group clients")
-    told = run(url, client)
-    assert len(told["bodies"]) >= 3
-    called = [step for step in told["steps"] if "called" in step]
+    turns = run(url, client)
+    assert len(turns["bodies"]) >= 3
+    called = [step for step in turns["steps"] if "called" in step]
     assert len(called) >= 2
     for step in called:
-        function = tools_of(told["bodies"][0])[step["called"]]
+        function = tools_of(turns["bodies"][0])[step["called"]]
         jsonschema.validate(step["arguments"], function["parameters"])
 
 
@@ -86,12 +86,12 @@ def test_kept_bodies_are_answered(url, client):
 
 if __name__ == "__main__":
     with smollm2() as served:
-        told = {client: run(served, client) for client in CLIENTS}
-    for client, one in told.items():
+        found = {client: run(served, client) for client in CLIENTS}
+    for client, one in found.items():
         print(client, *(json.dumps(step) for step in one["steps"]), sep="\n    ")
     # the last body with tools of each choice holds all turns before it
     kept = {}
-    for client, own in told.items():
+    for client, own in found.items():
         with_tools = [body for body in own["bodies"] if "tools" in body]
         kept[client] = [*{str(body["tool_choice"]): body for body in with_tools}.values()]
     KEPT.write_text(json.dumps(kept) + "\n", encoding="utf-8")

@@ -185,9 +185,9 @@ def test_the_command_line(target, head):
         return CliRunner().invoke(build(["serve"]), ["serve", "-t", target, *arguments])
 
     words = ["--head", str(head), "--engine", "sglang", "--print-command", "--port", "7"]
-    told = run(*words, "--engine-args", "--tp 2")
-    assert told.exit_code == 0, told.output
-    arguments = shlex.split(told.output.strip().splitlines()[-1])
+    shown = run(*words, "--engine-args", "--tp 2")
+    assert shown.exit_code == 0, shown.output
+    arguments = shlex.split(shown.output.strip().splitlines()[-1])
     assert options(arguments)["--port"] == "7"
     assert arguments[-2:] == ["--tp", "2"]
     assert run("--engine", "llama", "--print-command").exit_code == 2

@@ -63,9 +63,9 @@ def closable(served):
 def test_models_and_health(client):
     (card,) = client.models.list().data
     assert card.id == MODEL
-    told = {"model": MODEL, "dtype": "float32", "has_head": False, "text_drafts": False}
+    facts = {"model": MODEL, "dtype": "float32", "has_head": False, "text_drafts": False}
     unknown = dict.fromkeys(("context", "target_fingerprint", "hub_id"))
-    assert card.eyas == told | unknown | {"max_length": MAX_LENGTH}
+    assert card.eyas == facts | unknown | {"max_length": MAX_LENGTH}
     assert health(client).json() == {"status": "ok", "requests": 0}
 
 
@@ -158,8 +158,8 @@ def test_swapping_heads_keeps_the_answers(world, tmp_path, caplog):
         streams = [pool.submit(ask, asking, max_tokens=150) for _ in range(4)]
         for number in range(8):
             name = f"head-{1 + number % 2}"
-            told = swap(name)
-            assert (told.status_code, told.json()) == (200, {"head": name, "before": before})
+            reply = swap(name)
+            assert (reply.status_code, reply.json()) == (200, {"head": name, "before": before})
             before = name
         for stream in streams:
             assert text_of(stream.result()) == truth
@@ -172,10 +172,10 @@ def test_swapping_heads_keeps_the_answers(world, tmp_path, caplog):
             ("small", 400, "draft_vocab_size of the head is 16, of the served one 64: restart"),
             ("broken", 400, "broken"),
         ):
-            told = swap(name)
-            assert (told.status_code, told.json()["error"]["param"]) == (status, "head")
-            assert what in told.json()["error"]["message"]
-            assert str(tmp_path) not in told.text
+            reply = swap(name)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (status, "head")
+            assert what in reply.json()["error"]["message"]
+            assert str(tmp_path) not in reply.text
         assert swap("head-1", "another key").status_code == 401
         assert text_of(ask(asking, max_tokens=150)) == truth
         assert ask(asking).usage.eyas["accept_hist"]
@@ -227,8 +227,8 @@ def test_signals_let_requests_finish(world, signals):
 
 
 def test_swapping_heads_needs_a_folder_and_keys(client, tmp_path):
-    told = httpx.post(f"{client.url}/v1/head", json={"head": "a"})
-    assert (told.status_code, told.json()["error"]["code"]) == (403, "head_is_fixed")
+    reply = httpx.post(f"{client.url}/v1/head", json={"head": "a"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "head_is_fixed")
     with pytest.raises(ConfigError, match="no API keys"):
         create_app(MODEL, LimitsConfig(heads=tmp_path))
 

@@ -403,7 +403,7 @@ UNREAD = b"content-length: 1000\r\n\r\n"
 
 
 def test_headers_and_silence_time_out(client):
-    """As a body that nobody waits for; many headers that come in time are answered."""
+    """As a body that is not needed; many headers that come in time are answered."""
     with ExitStack() as stack:
         slow = [stack.enter_context(opened(client)) for _ in range(4)]
         slow.append(asked_health(client, stack, UNREAD))
@@ -570,7 +570,7 @@ def test_too_large_bodies_are_refused(client):
     reply = httpx.post(client.url + TEXT, content=b" " * 20_001, headers=headers)
     assert reply.status_code == 413
     endless = (b" " * 1000 for _ in range(5000))
-    with suppress(httpx.TransportError):  # it may go on sending after it was told
+    with suppress(httpx.TransportError):  # it may go on sending after it is refused
         reply = httpx.post(client.url + TEXT, content=endless, headers=headers)
         assert reply.status_code == 413
     assert health(client).status_code == 200

@@ -257,7 +257,7 @@ class Connection(HttpToolsProtocol):
     well.
     """
 
-    looked = 0.0  # time of the last search for idle ones, which costs as much as an answer
+    searched_at = 0.0  # the last search for idle ones, which costs as much as an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -269,8 +269,8 @@ class Connection(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = self.loop.call_later(self._head_s, transport.close)
         if len(self.connections) > most + MAX_SURPLUS:
             transport.abort()
-        elif len(self.connections) > most and now > Connection.looked + LOOK_S:
-            Connection.looked = now
+        elif len(self.connections) > most and now > Connection.searched_at + LOOK_S:
+            Connection.searched_at = now
             others = cast(set[Connection], self.connections)
             idle = [one for one in others if one.is_idle and one.idle_since < now - IDLE_S]
             silent = [one for one in idle if one.cycle is None or not one._is_in_head]
