@@ -111,7 +111,7 @@ def test_real_templates_on_real_conversations(name):
     chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
     if name == "qwen3":
         chat = Chat(chat.folder, DAY, {"enable_thinking": False})
-    for messages in real_rows(60):
+    for messages in real_rows(30):
         for at, message in enumerate(messages):
             if message["role"] == "assistant" and at:
                 prompt_ids, answer_ids = chat.answered(messages[: at + 1])
