@@ -116,7 +116,7 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """JSON as JSONResponse writes it, in pieces: each blocks other threads, and the
+    """JSON as JSONResponse writes it, in pieces: writing one blocks other threads, and the
     log-probabilities of a long answer are megabytes.
     """
     if isinstance(value, dict) and value:

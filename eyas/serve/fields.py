@@ -272,7 +272,7 @@ class ResponseFormat(Strict):
 
 class CompletionRequest(SamplingFields):
     """The fields of chats and texts, with OpenAI's defaults; those without a source are OpenAI's.
-    At most one may constrain the answer.
+    At most one field may constrain the answer.
     """
 
     ignored: ClassVar[frozenset[str]] = IGNORED
