@@ -1,7 +1,5 @@
 """The system's Chromium, driven by playwright, without requests of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

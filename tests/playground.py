@@ -5,8 +5,6 @@
 takes docs/page.png and docs/page_dark.png of a server of smollm2 that has just started.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import contextmanager

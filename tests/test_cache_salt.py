@@ -1,7 +1,5 @@
 """cache_salt over HTTP: only requests of the same salt share computed prefixes."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 

@@ -1,7 +1,5 @@
 """The image and the manifest: what the Containerfile installs and starts, and what fits it."""
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

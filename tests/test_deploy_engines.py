@@ -3,8 +3,6 @@ commands that `eyas export` writes. The Prometheus operator's schemas are in no 
 are held against a list after its API reference (v1).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

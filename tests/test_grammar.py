@@ -1,7 +1,5 @@
 """Grammars: what the mask lets through is an answer of the schema or the regular expression."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The playground in a real browser: it draws what the server said, and asks no other server."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The playground as a chat: Markdown, branches, settings, what is kept, accessibility."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

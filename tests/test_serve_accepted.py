@@ -2,8 +2,6 @@
 continue, and paths beside OpenAI's.
 """
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """The API, by the `openai` client over a real socket."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -4,8 +4,6 @@ install --group clients`, in this environment or PYTHON's), and the bodies that 
     EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     keeps the bodies anew
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 own, and however the prefill is cut.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 

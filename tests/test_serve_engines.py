@@ -1,7 +1,5 @@
 """`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Limits: keys, rates, the queue, times, sizes, and hostile clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Metrics that Prometheus can read and that add up, and a line of log for each request."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

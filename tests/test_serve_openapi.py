@@ -1,7 +1,5 @@
 """The OpenAPI document has what is served, and requests made from it find no fault."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Tokens to text in any portions, the bytes of tokens, calls out of words."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """Tools, through templates with and without them: what the target reads, what the client gets."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Vertex AI's contract: environment, routes, predictions and the form of errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
