@@ -1,24 +1,14 @@
-"""Plain decoding against a head by number of requests at a time and by task, through HTTP, as a
-user would serve it.
+"""Plain decoding against a head by number of requests at a time and by task, over HTTP.
 
-    python benchmarks/concurrency.py [--quick] [--target smollm2] [--head smollm2] [--concurrency 1
-    2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER] [--dtype packed] [--temperature 1]
-    [--arms 'auto;head;fixed(4,1,5);llama.cpp'] [--llama-cpp BUILD]
+    python benchmarks/concurrency.py [--quick] [--prompts 40] [--concurrency 1 2 4 6 8 10]
+        [--arms 'auto;head;fixed(4,1,5);llama.cpp'] [--llama-cpp BUILD]
+    python benchmarks/concurrency.py --starts 10
 
-One server an arm in a process of its own, with as many engine threads as there are cores: plain
-decoding, and of --arms: `auto` (head and text, as served by
-default), `head` (the same without text), a fixed tree by its name, and `llama.cpp`, plain on the
-GGUF file as it is (its cmake build folder: --llama-cpp). The arms take turns block by block on the
-same prompts, so that a busy minute hits all alike. FOLDER (by default ../shared/data) has the
-tasks, none of them trained on: Spec-Bench's six, dialogues, word problems and commands
-(held_out.py).
-
---starts 10 measures in place of speed, on our server and llama.cpp's in turns: seconds from the
-process's start until /health answers 200, by the clock and of CPU, and MB of memory (PSS) then and
-after an answer; medians.
-
-Prompts over MOST_CHARACTERS are left out. Writes rows.jsonl, summary.json and the report as page,
-Markdown and CSV into the output folder. The last line of stdout is one JSON.
+An arm is a server in a process of its own: plain, `auto` (head and text), `head` (without text), a
+fixed tree by its name, `llama.cpp` (plain, on the GGUF file; BUILD is its cmake build folder). Arms
+take turns block by block on the same prompts, none trained on (held_out.py). --starts measures our
+server and llama.cpp's in turns: seconds until /health answers, by the clock and of CPU, MB (PSS)
+then and after an answer; medians. Writes bench's report; the last line is one JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +46,7 @@ LLAMA_CONTEXT, START_SECONDS = 2048, 60
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """As many rows of each task as asked for: an id, the task, and messages."""
+    """Of each task --prompts rows: id, task, messages."""
     count = 4 * args.prompts
     by_task = held_out.spec_bench(args.data) | held_out.not_trained_on(args.data, count)
     found = []
@@ -71,7 +61,6 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def served(args: argparse.Namespace, arm: str) -> ServeConfig:
-    """A server as one would start it on this machine."""
     engine = EngineConfig(
         max_batch=max(args.concurrency),
         speculation={PLAIN: "off", "head": "auto"}.get(arm, arm),
@@ -92,12 +81,10 @@ def llama_command(args: argparse.Namespace, port: int) -> list[str]:
 
 @contextmanager
 def ready(command: list[str], port: int) -> Iterator[tuple[int, str]]:
-    """The process id and the URL of a server, once it answers; started as an installed package
-    starts, whose modules are compiled already.
-    """
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
-    unheard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, **unheard) as process:
+    """The process id and the URL of a server, once it answers."""
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # as installed packages start
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **silent) as process:
         try:
             url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
             while not is_up(url):
@@ -110,7 +97,6 @@ def ready(command: list[str], port: int) -> Iterator[tuple[int, str]]:
 
 
 def started(command: list[str], port: int, model: str) -> dict[str, float]:
-    """The figures of one start of a server."""
     begun = time.monotonic()
     with ready(command, port) as (pid, url):
         place = Path(f"/proc/{pid}")
@@ -126,14 +112,12 @@ def started(command: list[str], port: int, model: str) -> dict[str, float]:
 
 
 def memory_mb(place: Path) -> float:
-    """What a process has of memory, its share of what is shared counted."""
     lines = place.joinpath("smaps_rollup").read_text().splitlines()
     (kib,) = (line.split()[1] for line in lines if line.startswith("Pss:"))
     return int(kib) * 1.024e-3
 
 
 def starts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians over the starts of our server and, where its build is given, llama.cpp's."""
     found = defaultdict(list)
     for _ in range(args.starts):
         ours = [sys.executable, "-m", "eyas.cli.main", "serve", "--port", str(port := free_port())]
@@ -156,7 +140,6 @@ def is_up(url: str) -> bool:
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
-    """The tables, as short as they can be told."""
     by_concurrency: dict[int, dict[str, Any]] = defaultdict(dict)
     for row in summary["results"]:
         tpot, tps = row["tpot_ms"], row["throughput_tps"]
@@ -169,14 +152,10 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
     for row in summary["comparisons"]:
         by_concurrency[row["concurrency"]][row["arm"]] |= {
             "speedup": rounded(row["speedup"]),
-            "interval": row["speedup_interval"]
-            and [rounded(end) for end in row["speedup_interval"]],
+            "interval": list(map(rounded, row["speedup_interval"] or ())) or None,
             "identical": f"{row['identical']} of {row['num_pairs']}",
         }
-    by_task: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
-    for row in summary["by_task"]:
-        by_task[row["category"]][row["arm"]][str(row["concurrency"])] = rounded(row["speedup"])
-    return {"by_concurrency": by_concurrency, "speedup_by_task": by_task}
+    return {"by_concurrency": by_concurrency}
 
 
 def rounded(value: float | None) -> float | None:
@@ -196,23 +175,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32 or packed")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--arms",
-        type=lambda text: text.split(";"),
-        default=["auto", "fixed(4,1,5)"],
-        help="beside plain: auto, head, a fixed tree, llama.cpp; split by ;",
-    )
+    parser.add_argument("--arms", default="auto;fixed(4,1,5)", help="beside plain, split by ;")
     parser.add_argument("--starts", type=int, help="measure starts in place of speed, so many")
     parser.add_argument("--llama-cpp", help="its cmake build folder")
     parser.add_argument("--data", type=Path, default=held_out.DATA)
     parser.add_argument("--output", default=f"out/concurrency-{time.strftime('%Y%m%d-%H%M%S')}")
     args = parser.parse_args()
     if args.quick:
-        args.prompts, args.max_tokens, args.concurrency = (
-            min(args.prompts, 8),
-            min(args.max_tokens, 48),
-            [1, 4],
-        )
+        args.prompts, args.max_tokens = min(args.prompts, 8), min(args.max_tokens, 48)
+        args.concurrency = [1, 4]
     return args
 
 
@@ -222,13 +193,12 @@ def main() -> None:
         print(json.dumps(starts(args)))
         return
     asked = prompts(args)
-    folder = Artifact(args.output)
-    questions = f"{args.output}-prompts.jsonl"
-    Path(questions).parent.mkdir(parents=True, exist_ok=True)
-    Path(questions).write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
+    folder, questions = Artifact(args.output), Path(f"{args.output}-prompts.jsonl")
+    questions.parent.mkdir(parents=True, exist_ok=True)
+    questions.write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
     with ExitStack() as servers:
         arms = {}
-        for arm in (PLAIN, *args.arms):
+        for arm in (PLAIN, *args.arms.split(";")):
             if arm == LLAMA:
                 server = ready(llama_command(args, port := free_port()), port)
                 _, url = servers.enter_context(server)
@@ -236,13 +206,13 @@ def main() -> None:
                 url = servers.enter_context(running_server(served(args, arm)))
             arms[arm] = ArmConfig(url=url, speculation=None if arm in (PLAIN, LLAMA) else True)
         config = BenchConfig(
-            prompts=questions,
+            prompts=str(questions),
             arms=arms,
             num_prompts=len(asked),
             concurrencies=args.concurrency,
             max_tokens=args.max_tokens,
             temperature=args.temperature,
-            compare_anyway=LLAMA in arms,  # its sums have another order, its answers other words
+            compare_anyway=LLAMA in arms,  # its sums have another order, its answers differ
         )
         try:
             with stage("bench", folder) as track:

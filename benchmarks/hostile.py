@@ -1,22 +1,17 @@
-"""Requests that cost as much as they can, while somebody streams and somebody else asks /health.
-
-A server in a process of its own; another process asks /health again and again and keeps one stream
-open after the other. First alone (`quiet`), then while each kind of hostile body is sent: one at a
-time, and at the end all kinds at once. Then crowds: many clients of one kind at the same time
-(prompts, echoes, schemas, slow readers, connections, headers). Of each: statuses, the longest wait
-for /health, the longest gap between two chunks of the stream, and the server's resident memory (its
-child processes included) against that before the first. Goals: no gap 150 ms above the quiet one,
-and memory within 1.2 of idle. On a busy machine the quiet gaps say how far the others can be
-believed. The last line is one JSON.
+"""Requests that cost as much as they can, beside a client that streams and one that asks /health.
 
     python benchmarks/hostile.py --quick
-    python benchmarks/hostile.py --rounds 20 --kinds grammar_memory tools
+    python benchmarks/hostile.py --rounds 20 --kinds rules tools
     python benchmarks/hostile.py --target smollm2 --head smollm2 --kinds --rounds 0     (crowds)
+
+First nothing is sent (`quiet`), then each kind of hostile body, all kinds at once, and crowds of
+clients of one kind. Measured: statuses, the longest wait for /health, the longest gap in the
+stream, memory with child processes against idle. Goals: no gap 150 ms above the quiet one, memory
+within 1.2 of idle. The last line is one JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -43,8 +38,7 @@ AT_ONCE = 8
 SIZE = (1 << 20) - 64  # bytes: just below the largest body
 QUIET_S = 5.0
 PROMPT_TOKENS, SHORT_TOKENS = 940, 40
-NUM_READERS, READ_S, READ_BYTES = 50, 10.0, 256  # slow readers: bytes a twentieth of a second
-NUM_IDLE = 1000
+NUM_READERS, READ_S, READ_BYTES = 50, 10.0, 256  # slow readers: bytes each 50 ms
 STREAM = {
     "model": "eyas",
     "messages": [{"role": "user", "content": "I would like a table for two."}],
@@ -56,7 +50,7 @@ STREAM = {
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HEAD = b'{"model":"eyas","max_tokens":2,'
 ASK = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
-# a line without end, one of 1 MB, 50,000 lines, and as many as there may be
+# A line without end, one of 1 MB, 50,000 lines, and the most that are allowed.
 HEADERS = [b"x: " + b"y" * 100_000, b"x: " + b"y" * (1 << 20) + b"\r\n\r\n"]
 HEADERS += [b"x: y\r\n" * 50_000 + b"\r\n", b"x: y\r\n" * 250 + b"\r\n"]
 ASKED = b'"messages":[{"role":"user","content":"Hello"}]'
@@ -79,10 +73,6 @@ def messages(unit: bytes, most: int = SIZE) -> bytes:
     return filled(HEAD + b'"messages":[', lambda _: unit, b"]}", most)
 
 
-def field_of(name: bytes, unit: Callable[[int], bytes], brackets: bytes = b"{}") -> bytes:
-    return filled(HEAD + ASKED + b',"' + name + b'":' + brackets[:1], unit, brackets[1:] + b"}")
-
-
 def content(text: bytes) -> bytes:
     before = HEAD + b'"messages":[{"role":"user","content":"'
     return before + text * ((SIZE - len(before) - 4) // len(text)) + b'"}]}'
@@ -95,25 +85,20 @@ def definitions(link: Callable[[str], dict[str, Any]], count: int) -> dict[str, 
 
 
 def mutual_references(count: int = 30) -> dict[str, Any]:
-    """Definitions each of which may be any other, or an array of one: small, and of as many ways to
-    read an answer as there are paths between them.
+    """Definitions each of which may be any other, or an array of one: an answer can be read in as
+    many ways as there are paths between them.
     """
-    named = [f"d{at}" for at in range(count)]
-    links = {one: {"$ref": f"#/$defs/{one}"} for one in named}
-    defs = {
-        one: {
-            "anyOf": [link for other, link in links.items() if other != one]
-            + [{"type": "array", "items": links[named[(at + 1) % count]]}]
-        }
-        for at, one in enumerate(named)
-    }
+    links = [{"$ref": f"#/$defs/d{at}"} for at in range(count)]
+    defs = {}
+    for at in range(count):
+        array = {"type": "array", "items": links[(at + 1) % count]}
+        defs[f"d{at}"] = {"anyOf": [*links[:at], *links[at + 1 :], array]}
     return {"$ref": "#/$defs/d0", "$defs": defs}
 
 
 def long_prompts(
     count: int, seed: int, tokens: int = PROMPT_TOKENS, **options: Any
 ) -> list[tuple[str, bytes]]:
-    """Prompts of which no two begin alike."""
     rng = random.Random(seed)
     asked = [[rng.randrange(100, 500) for _ in range(tokens)] for _ in range(count)]
     body = {"model": "eyas", "max_tokens": 2, "temperature": 0, **options}
@@ -121,15 +106,14 @@ def long_prompts(
 
 
 def most(tokens: int) -> tuple[bytes, bytes]:
-    """For bytes.replace: so many tokens for 2."""
+    """For bytes.replace."""
     return b'"max_tokens":2', b'"max_tokens":%d' % tokens
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
-    """The worst of every kind, with its path."""
+    """The worst of every kind that is not refused unread, with its path."""
     user = b'{"role":"user","content":"x"}'
     rules = "".join(f'r{at} ::= "{"x" * 6}" | r{at + 1} "a"\n' for at in range(2000))
-    half = rb'{"id":"1","function":{"name":"f","arguments":"{\"a\": \"\\ud800\"}"}}'
     tool = b'{"type":"function","function":{"name":"f%d","parameters":{"properties":{%s}}}}'
     fields = b",".join(b'"p%d":{"enum":[%d,null]}' % (at, at) for at in range(30))
     part = b'{"type":"text","text":""}'
@@ -139,27 +123,20 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     numbered, logprobs = b'"x%d":1'.__mod__, b',"logprobs":true,"top_logprobs":20}'
     patterns = [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(30)]
     ways = 'root ::= s\ns ::= s s | s s s | "a" | "b" | " " | ""'
-    taken = ("role", "messages", "bos_token", "loop")
     properties, required = {f"p{n}": {} for n in range(1500)}, [f"k{n}" for n in range(6000)]
     few = 16_000  # bytes of units that pass the bounds of keys
     made = {
-        "empty_messages": messages(b"{}"),
-        "empty_messages_within_bounds": messages(b"{}", few * 3),
-        "messages": messages(user),
-        "messages_within_bounds": messages(user, 150_000),
+        "empty_messages": messages(b"{}", few * 3),
+        "messages": messages(user, 150_000),
         "numbers_for_messages": messages(b"1", 500_000),
         "parts": messages(in_parts % b",".join([part] * 5000), 140_000),
         "bad_parts": messages(in_parts % b",".join([b"{}"] * 16000), 60_000),
         "calls": messages(in_calls % b",".join([call] * 3000), 160_000),
-        "biases": field_of(b"logit_bias", lambda at: b'"%d":1' % at),
         "wrong_biases": filled(HEAD + ASKED + b',"logit_bias":{', numbered, b"}}", few * 8),
         "unknown_fields": filled(HEAD + ASKED + b",", numbered, b"}", few * 8),
-        "metadata": field_of(b"metadata", lambda at: b'"%d":{}' % at),
-        "lists": field_of(b"metadata", lambda _: b"[]", b"[]"),
         "nested": HEAD + ASKED + b',"metadata":' + b"[" * 16_000 + b"]" * 16_000 + b"}",
-        "enum": field_of(b"guided_json", b"%d".__mod__, b"[]").replace(b":[", b':{"enum":[', 1),
-        "choices": field_of(b"guided_choice", lambda _: b'"x"', b"[]"),
-        "stops": field_of(b"stop", lambda _: b'"x"', b"[]"),
+        "enum": filled(HEAD + ASKED + b',"guided_json":{"enum":[', b"%d".__mod__, b"]}}"),
+        "choices": filled(HEAD + ASKED + b',"guided_choice":[', lambda _: b'"x"', b"]}"),
         "long_stops": guided("stop", ["a" * 1023 + chr(98 + at) for at in range(16)]),
         "tools": filled(
             HEAD + ASKED + b',"tools":[{"type":"function","function":{"name":"f","parameters":{',
@@ -175,7 +152,6 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "brackets_in_text": content(b"[{,:"),
         "words_within_characters": content(b"I would like a table, for two. ")[:400_000] + b'"}]}',
         "long_number": HEAD + ASKED + b',"seed":' + b"9" * 500_000 + b"}",
-        "same_key": filled(HEAD + ASKED + b",", lambda _: b'"n":1', b"}"),
         "broken": filled(HEAD + b'"messages":[', lambda _: user, b""),
         "too_large": b" " * (8 << 20),
         "samples": guided("n", 128),
@@ -201,33 +177,28 @@ def bodies() -> dict[str, tuple[str, bytes]]:
             b"]}",
             100_000,
         ),
-        "options_of_the_template": guided("chat_template_kwargs", dict.fromkeys(taken, True)),
-        "half_a_character": HEAD + b'"messages":[%s,%s]}' % (user, in_calls % half),
-        "reference_to_itself": guided("guided_json", {"$ref": "#"}),
         "properties": guided("guided_json", {"type": "object", "properties": properties}),
         "required": guided("guided_json", {"type": "object", "required": required}),
     }
     chats = {name: (CHAT, body) for name, body in made.items()}
-    ids, many = HEAD + b'"prompt":[', b",".join([b'"x"'] * 1024)
+    ids = HEAD + b'"prompt":['
     few_ids = filled(ids, lambda _: b'"x"', b"]", 4 * 1000)
     biases = b",".join(b'"%d":1' % at for at in range(1000))
     return chats | {
         "token_ids": (TEXT, filled(ids, lambda _: b"1", b"]}", 500_000)),
         "wrong_token_ids": (TEXT, filled(ids, lambda _: b"-1", b"]}", 700_000)),
         "lists_of_ids": (TEXT, filled(ids, lambda _: b"[1]", b"]}", 60_000)),
-        "prompts_times_samples": (TEXT, HEAD + b'"n":128,"prompt":[%s]}' % many),
-        "prompts": (TEXT, filled(ids, lambda _: b'"x"', b"]}")),
         "prompts_with_biases": (TEXT, few_ids + b',"logit_bias":{%s}}' % biases),
     }
 
 
 class Watch:
-    """The longest waits, in milliseconds, since the last report; in a process of its own."""
+    """The longest waits, in ms, since the last report; in a process of its own."""
 
     def __init__(self, url: str, reports: Connection) -> None:
         self._url, self._reports = url, reports
         self._longest = {"health_ms": 0.0, "stream_ms": 0.0}
-        self._since: dict[str, float] = {}  # of waits that go on
+        self._since: dict[str, float] = {}  # starts of the present waits
 
     async def run(self) -> None:
         works = [asyncio.ensure_future(one) for one in (self._ask(), self._stream())]
@@ -259,7 +230,7 @@ class Watch:
                 await asyncio.sleep(0.01)
 
     async def _stream(self) -> None:
-        """From the first chunk of an answer to its last: the wait for a place is the queue's."""
+        # from the first chunk to the last: the wait before is the queue's
         async with httpx.AsyncClient(base_url=self._url, timeout=300) as http:
             while True:
                 async with http.stream("POST", CHAT, json=STREAM) as reply:
@@ -277,6 +248,8 @@ def watch(url: str, reports: Connection) -> None:
 class Attack:
     def __init__(self, url: str, pid: int, reports: Connection) -> None:
         self._url, self._pid, self._reports = url, pid, reports
+        host, port = url.removeprefix("http://").split(":")
+        self._address = host, int(port)
         self.idle_mib = 0.0
 
     def reported(self) -> dict[str, float]:
@@ -300,9 +273,7 @@ class Attack:
         return statuses
 
     async def beside_long_prompts(self, tokens: int) -> dict[str, list[float]]:
-        """Of long prompts that come together: the seconds until all are answered, and of each short
-        one meanwhile.
-        """
+        """Seconds until all long prompts are answered, and of each short one beside them."""
         seconds: dict[str, list[float]] = {}
         for seed, (num_long, num_short) in enumerate([(0, 3), (1, 0), (1, 3), (3, 3)]):
             began = [time.perf_counter()]
@@ -318,8 +289,7 @@ class Attack:
         return seconds
 
     async def read_slowly(self) -> Counter[str]:
-        """Streams whose clients read a little now and then, and leave."""
-        host, port = self._url.removeprefix("http://").split(":")
+        """Streams whose clients read a little at a time, and leave."""
         body = json.dumps({**STREAM, "logprobs": True, "top_logprobs": 20}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\n\r\n"
@@ -330,7 +300,7 @@ class Attack:
             made.setblocking(False)
             loop, end = asyncio.get_running_loop(), time.monotonic() + READ_S
             with made:
-                await loop.sock_connect(made, (host, int(port)))
+                await loop.sock_connect(made, self._address)
                 await loop.sock_sendall(made, head.encode() + body)
                 status = ""
                 while time.monotonic() < end:
@@ -342,15 +312,12 @@ class Attack:
 
         return Counter(await asyncio.gather(*(reader() for _ in range(NUM_READERS))))
 
-    async def connect(self, *sent: bytes, count: int = NUM_IDLE) -> Counter[str]:
-        """Connections that send nothing, or each the next of these, more than the server allows,
-        while probes come anew.
-        """
-        host, port = self._url.removeprefix("http://").split(":")
+    async def connect(self, *sent: bytes, count: int = 1000) -> Counter[str]:
+        """Connections that send nothing, or each the next of these, beside new ones of probes."""
         statuses, held = Counter[str](), list[socket.socket]()
         try:
             for at in range(count):
-                held.append(socket.create_connection((host, int(port)), timeout=10))
+                held.append(socket.create_connection(self._address, timeout=10))
                 if sent:
                     with suppress(OSError):  # it is refused while it sends
                         held[-1].sendall(ASK + sent[at % len(sent)])
@@ -370,7 +337,6 @@ class Attack:
         return statuses
 
     def crowds(self, seed: int) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
-        """Many clients of one kind at the same time."""
         echo = {"echo": True, "logprobs": 20, "max_tokens": 1}
         schema = [bodies()["mutual_references"]] * 16
         return {
@@ -383,13 +349,13 @@ class Attack:
             "100 headers": partial(self.connect, *HEADERS, count=100),
         }
 
-    async def _during(self, work: Callable[[], Awaitable[Counter[str]]]) -> Counter[str]:
-        await asyncio.sleep(0.5)  # the watch's stream is under way
-        return await work()
-
     def measured(self, work: Callable[[], Awaitable[Counter[str]]]) -> dict[str, Any]:
+        async def during() -> Counter[str]:
+            await asyncio.sleep(0.5)  # the watch's stream is under way
+            return await work()
+
         self.reported()
-        statuses = asyncio.run(self._during(work))
+        statuses = asyncio.run(during())
         return {
             "statuses": dict(statuses),
             **self.reported(),
@@ -398,7 +364,7 @@ class Attack:
 
 
 def resident_mib(pid: int) -> float:
-    """Of a process, its children and theirs; what forks share is counted once."""
+    """Of a process and its descendants (PSS)."""
     mib = 0.0
     with suppress(OSError):  # it has ended
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -408,63 +374,55 @@ def resident_mib(pid: int) -> float:
     return mib
 
 
-def arguments() -> argparse.Namespace:
-    # the engine is tried, not the model
+def main() -> None:
     parser = held_out.arguments(__doc__, prompts=0, model="builtin")
     parser.add_argument("--rounds", type=int, default=10, help="of all kinds at once")
     parser.add_argument("--kinds", nargs="*", help="these alone")
     parser.add_argument("--max-length", type=int, default=1024)
     args = parser.parse_args()
-    if args.quick:
-        args.rounds = min(args.rounds, 2)
-    return args
-
-
-def main() -> None:
-    args = arguments()
     engine = EngineConfig(max_length=args.max_length)
     config = ServeConfig(target=args.target, head=args.head, model="eyas", port=0, engine=engine)
     made = bodies()
     kinds = list(made) if args.kinds is None else args.kinds
+    rounds, repeats = (min(args.rounds, 2), 1) if args.quick else (args.rounds, 3)
     process, url = started(config)
     reports, ours = multiprocessing.Pipe()
     watching = multiprocessing.get_context("spawn").Process(target=watch, args=(url, ours))
     watching.start()
     try:
         attack = Attack(url, process.pid, reports)
-        # what the first of each kind of good request brings with it is no growth
+        # what the first good requests load is no growth
         asyncio.run(attack.send([(CHAT, guided("guided_regex", "[a-z]{3}")), made["samples"]], 1))
         time.sleep(QUIET_S)
         attack.idle_mib = resident_mib(process.pid)
         attack.reported()
         time.sleep(QUIET_S)
         quiet = attack.reported()
-        by_kind = {}
-        for kind in kinds:
-            asked = [made[kind]] * (1 if args.quick else 3)
-            by_kind[kind] = attack.measured(partial(attack.send, asked, 1))
-            print(f"{kind:32s} {json.dumps(by_kind[kind])}", flush=True)
-        mixed = [made[kind] for kind in kinds * args.rounds]
+
+        def shown(name: str, work: Callable[[], Awaitable[Counter[str]]]) -> dict[str, Any]:
+            found = attack.measured(work)
+            print(f"{name:32s} {json.dumps(found)}", flush=True)
+            return found
+
+        by_kind = {
+            kind: shown(kind, partial(attack.send, [made[kind]] * repeats, 1)) for kind in kinds
+        }
+        mixed = [made[kind] for kind in kinds * rounds]
         random.Random(0).shuffle(mixed)
-        at_once = attack.measured(partial(attack.send, mixed, AT_ONCE))
-        print(f"{'all at once':32s} {json.dumps(at_once)}", flush=True)
-        crowds = {}
-        for name, work in attack.crowds(seed=0).items():
-            crowds[name] = attack.measured(work)
-            print(f"{name:32s} {json.dumps(crowds[name])}", flush=True)
+        at_once = shown("all at once", partial(attack.send, mixed, AT_ONCE))
+        crowds = {name: shown(name, work) for name, work in attack.crowds(seed=0).items()}
         beside = asyncio.run(attack.beside_long_prompts(args.max_length - 64))
         time.sleep(QUIET_S)
         after = resident_mib(process.pid) / attack.idle_mib
     finally:
         process.kill()
         watching.kill()
-    measured = by_kind | crowds
     most_ms = {
         name: max(((one[name], kind) for kind, one in by_kind.items()), default=(0.0, "none"))
         for name in ("health_ms", "stream_ms")
     }
     figures = {
-        "requests": len(kinds) * (1 if args.quick else 3) + len(mixed),
+        "requests": len(kinds) * repeats + len(mixed),
         "quiet": quiet,
         "longest_alone": most_ms,
         "longest_at_once": {name: at_once[name] for name in most_ms},
@@ -472,11 +430,11 @@ def main() -> None:
         "beside_long_prompts_s": beside,
         "kinds_over_goal": sorted(
             kind
-            for kind, one in measured.items()
+            for kind, one in (by_kind | crowds).items()
             if any(one[name] > quiet[name] + GOAL_MS for name in most_ms)
         ),
         "idle_mib": round(attack.idle_mib, 1),
-        "most_memory": max(one["memory"] for one in [*measured.values(), at_once]),
+        "most_memory": max(one["memory"] for one in [at_once, *by_kind.values(), *crowds.values()]),
         "memory_after": round(after, 3),
         "memory_holds": after <= GOAL_MEMORY,
         "statuses": dict(sum((Counter(one["statuses"]) for one in by_kind.values()), Counter())),

@@ -2,8 +2,8 @@
 
     python tests/agent_clients.py URL MODEL [CLIENT ...]
 
-It needs the clients alone (`pip install --group clients`). For each it prints a line of JSON:
-what the agent called and said, and the bodies that the client sent.
+needs `pip install --group clients`, and prints of each a line of JSON: the agent's steps and the
+client's bodies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Bodies(list[dict[str, Any]]):
 
 
 def by_instructor(url: str, model: str, bodies: Bodies) -> Steps:
-    """Mode TOOLS: each answer is a call of one function, whose arguments are checked."""
     import instructor  # noqa: PLC0415
     import openai  # noqa: PLC0415
     from pydantic import BaseModel, Field  # noqa: PLC0415
@@ -60,7 +59,6 @@ def by_instructor(url: str, model: str, bodies: Bodies) -> Steps:
 
 
 def by_langgraph(url: str, model: str, bodies: Bodies) -> Steps:
-    """A graph of a model's node and a tools' node: two calls and an answer in words."""
     from langchain_core.tools import tool  # noqa: PLC0415
     from langchain_openai import ChatOpenAI  # noqa: PLC0415
     from langgraph.graph import END, START, MessagesState, StateGraph  # noqa: PLC0415
@@ -81,7 +79,7 @@ def by_langgraph(url: str, model: str, bodies: Bodies) -> Steps:
     )
 
     def think(state: MessagesState) -> dict[str, Any]:
-        # auto in the last turn: the first two have to call
+        # the first two turns have to call
         num_results = sum(one.type == "tool" for one in state["messages"])
         choice = "required" if num_results < len(CITIES) else "auto"
         bound = chat.bind_tools([weather], tool_choice=choice)
@@ -106,7 +104,7 @@ def by_langgraph(url: str, model: str, bodies: Bodies) -> Steps:
 
 
 def by_smolagents(url: str, model: str, bodies: Bodies) -> Steps:
-    """A ToolCallingAgent, which requires a call in every turn, its answer's too."""
+    """It requires a call in every turn, its answer's too."""
     from smolagents import LogLevel, OpenAIServerModel, ToolCallingAgent, tool  # noqa: PLC0415
 
     @tool
@@ -115,6 +113,7 @@ def by_smolagents(url: str, model: str, bodies: Bodies) -> Steps:
 
         Args:
             city: the city's name
+
         """
         return WEATHER.get(city, "unknown")
 

@@ -1,8 +1,4 @@
-"""A real browser for tests of pages: the system's Chromium, driven by playwright, that asks for
-nothing of its own.
-"""
-
-from __future__ import annotations
+"""The system's Chromium, driven by playwright, without requests of its own."""
 
 import json
 import re
@@ -24,7 +20,7 @@ needs_chromium = pytest.mark.skipif(
 @contextmanager
 def chromium():
     """A playwright browser; pages are made of it."""
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - 0.3 s that only those tests take that need it
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - it takes 0.3 s
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -41,8 +37,8 @@ def run_chromium(folder, *options):
 
 
 def framed(folder, html, widths):
-    """[width of the contents, width of the window, number of flat pictures] of a page in frames of
-    these widths: a browser's own window is no narrower than 500 pixels. Without a network.
+    """[width of the contents, of the window, number of flat pictures] of a page in frames of these
+    widths: a browser's own window has 500 pixels at least.
     """
     measured = """<script>
       const flat = [...document.querySelectorAll("svg")].filter(

@@ -1,9 +1,6 @@
-"""Small tokenizers with chat templates in the manner of real families, made on the spot: byte-level
-and SentencePiece-like.
-
-The templates are our own, written to do what the families do: Qwen3 drops the thoughts of earlier
-turns and has tools, Granite has a system prompt of its own with today's date in it, Llama 2 puts
-spaces around answers and has no role tokens.
+"""Small tokenizers, byte-level and SentencePiece-like, with our own chat templates that do what
+real families do: Qwen3 drops the thoughts of earlier turns, Granite prints today's date, Llama 2
+has no role tokens, ...
 """
 
 from __future__ import annotations
@@ -183,7 +180,6 @@ def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
 
 @cache
 def _sentencepiece_like() -> Tokenizer:
-    """BPE over words that begin with a low line, unknown characters as bytes."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     specials = ["<unk>", "<s>", "</s>"]
@@ -218,9 +214,7 @@ def _save(
 
 
 def like_qwen(folder: Path, template: str | None = LIKE_QWEN) -> Path:
-    """Role tokens that are special, thinking and tool tags that are tokens but not special, accents
-    composed.
-    """
+    """Role tokens are special, thinking and tool tags are not; accents are composed."""
     tokenizer = Tokenizer.from_str(
         _byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), True).to_str()
     )
@@ -239,9 +233,7 @@ def like_qwen_target(folder: Path) -> Path:
 
 
 def like_granite(folder: Path, template: str | None = LIKE_GRANITE) -> Path:
-    """One token that is BOS, EOS and padding, and a control token that the target itself writes
-    before a tool call.
-    """
+    """BOS, EOS and padding are one token; the target writes a control token before a tool call."""
     names = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
     return _save(_byte_level(names, False), folder, template, "<|end_of_text|>", "<|end_of_text|>")
 
@@ -252,7 +244,7 @@ def like_llama_2(folder: Path, template: str | None = LIKE_LLAMA_2) -> Path:
 
 
 def like_gpt_oss(folder: Path, template: str | None = LIKE_GPT_OSS) -> Path:
-    """Channels: the target opens its answers with control tokens, and ends them in three ways."""
+    """The target opens its answers with control tokens, and ends them in three ways."""
     ends = ("<|return|>", "<|call|>")
     names = ("<|end|>", "<|start|>", "<|channel|>", "<|message|>", *ends)
     return _with_ends(_save(_byte_level(names, False), folder, template, None, ends[0]), ends)

@@ -8,6 +8,7 @@ processes that tests start.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -23,6 +24,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["EYAS_PRIVACY_KEY"] = "the tests' own, and no secret"
 settings.register_profile("eyas", deadline=None)
 settings.load_profile("eyas")
+# httpx reads the certificates of all authorities for each client: 28 ms; no test speaks TLS.
+_http = importlib.import_module("httpx._transports.default")
+_http.create_ssl_context = functools.cache(_http.create_ssl_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:

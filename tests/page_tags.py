@@ -2,8 +2,6 @@
 at.
 """
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 # Elements that have no end, by the HTML standard.

@@ -1,13 +1,9 @@
-"""The playground in a real browser, for its tests: pages, what people do on them, and answers in
-place of a server's.
+"""The playground in a real browser: pages, what people do on them, answers in place of a server's.
 
     python -m tests.playground URL
 
-takes the pictures of the documents, docs/page.png and docs/page_dark.png, of a server of smollm2
-that has just started, on a quiet machine.
+takes docs/page.png and docs/page_dark.png of a server of smollm2 that has just started.
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -22,7 +18,7 @@ from eyas.engine.engine import EngineConfig
 from eyas.serve.server import ServeConfig, running_server
 from tests.browser import chromium
 
-# an answer of some forty tokens: a shorter one may reach a busy browser in too few pieces to time
+# some forty tokens of answer: a shorter one may come in too few pieces to time
 PROMPT = "Please book a table for 4 people at Sino in San Jose, on March 8th at 6:30 pm."
 WAIT_MS = 120_000  # a busy machine's
 # a draft of the head that was rejected
@@ -46,10 +42,8 @@ def browser():
 
 
 @contextmanager
-def opened(browser, url, faults=(), **options):
-    """A page in a context of its own. It may ask this server only, and complain of nothing but
-    `faults`.
-    """
+def opened(browser, url, faults=(), ready="#send:enabled", **options):
+    """A page in a context of its own: it asks this server only, and complains of `faults` only."""
     options = {"viewport": {"width": 1280, "height": 860}} | options
     with browser.new_context(**options) as context:
         page = context.new_page()
@@ -59,6 +53,7 @@ def opened(browser, url, faults=(), **options):
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.goto(url)
+        page.wait_for_selector(ready)
         yield page
         assert hosts == {urlsplit(url).netloc}
         assert [one for one in said if not any(fault in one for fault in faults)] == []
@@ -67,7 +62,6 @@ def opened(browser, url, faults=(), **options):
 @pytest.fixture
 def page(browser, server):
     with opened(browser, server) as page:
-        page.wait_for_selector("#send:enabled")
         yield page
 
 
@@ -77,7 +71,7 @@ def over(page):
 
 
 def settle(page, **values):
-    """Fill in settings, by the ids of their controls."""
+    """Settings, by the ids of their controls."""
     page.click("#open-settings")
     for name, value in values.items():
         page.fill(f"#{name}", str(value))
@@ -85,7 +79,7 @@ def settle(page, **values):
 
 
 def chat(page, prompt=PROMPT, longest=40):
-    if page.input_value("#longest") != str(longest):
+    if longest is not None and page.input_value("#longest") != str(longest):
         settle(page, longest=longest)
     page.fill("#prompt", prompt)
     page.click("#send")
@@ -106,7 +100,7 @@ def texts(page, selector):
 
 
 def answer_with(page, answer):
-    """This answer in place of the server's."""
+    page.unroute("**/completions")
     page.route("**/completions", lambda route: route.fulfill(**answer))
 
 
@@ -146,10 +140,7 @@ TELLING = """async () => {
 
 def take_pictures(url):
     with chromium() as browser, opened(browser, url) as page:
-        page.wait_for_selector("#send:enabled")
-        page.fill("#prompt", PICTURED)
-        page.click("#send")
-        over(page)
+        chat(page, PICTURED, longest=None)
         page.evaluate(TELLING)
         docs = Path(__file__).resolve().parents[1] / "docs"
         for scheme, name in (("light", "page.png"), ("dark", "page_dark.png")):

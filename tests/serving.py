@@ -1,9 +1,10 @@
-"""Servers for tests: real sockets, real engines on a tiny random target, and their clients."""
+"""Servers on real sockets, with real engines on a tiny random target, and their clients."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,29 +41,18 @@ TOOL_TEMPLATE = (
     "}}{% endif %}"
 )
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "book",
-            "description": "Book a table.",
-            "parameters": {
-                "type": "object",
-                "properties": {"party": {"$ref": "#/$defs/size"}, "indoors": {"type": "boolean"}},
-                "required": ["party", "indoors"],
-                "additionalProperties": False,
-                "$defs": {"size": {"type": "integer", "minimum": 1, "maximum": 9}},
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "cancel",
-            "parameters": {"type": "object", "additionalProperties": False},
-        },
-    },
-]
+_BOOK = {
+    "type": "object",
+    "properties": {"party": {"$ref": "#/$defs/size"}, "indoors": {"type": "boolean"}},
+    "required": ["party", "indoors"],
+    "additionalProperties": False,
+    "$defs": {"size": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+_FUNCTIONS = (
+    {"name": "book", "description": "Book a table.", "parameters": _BOOK},
+    {"name": "cancel", "parameters": {"type": "object", "additionalProperties": False}},
+)
+TOOLS = [{"type": "function", "function": one} for one in _FUNCTIONS]
 CALL = '<tool_call>\n{"name": "book", "arguments": {"party": 2, "indoors": true}}\n</tool_call>'
 
 
@@ -74,12 +64,11 @@ class World:
 
     @classmethod
     def make(cls, folder, **overrides):
-        """Answers end at max_tokens or at a stop string, unless eos_token_id says otherwise."""
+        """Answers end at max_tokens or a stop string, unless there is an eos_token_id."""
         return cls(tiny_target(folder, **{"eos_token_id": None, **overrides}))
 
     @classmethod
     def tooled(cls, folder):
-        """With a template that has tools, an end token and room for both."""
         world = cls.make(folder, eos_token_id=2, max_position_embeddings=1024)
         tiny_tokenizer(folder, chat_template=TOOL_TEMPLATE)
         return world
@@ -97,7 +86,7 @@ class World:
         return kind(self.target, config=EngineConfig(**config), tokenizer=self.chat.tokenizer)
 
     def drafting(self, head, speculation):
-        """An engine with a random head, which is written to the folder `head`."""
+        """With a random head, written to the folder `head`."""
         return Engine.load(
             self.folder,
             head_folder(self.folder, head),
@@ -106,7 +95,7 @@ class World:
         )
 
     def results(self, prompt_ids, **params):
-        """What the engine makes of a prompt, sample by sample."""
+        """The engine's answers to a prompt, sample by sample."""
         request = Request("truth", tuple(prompt_ids), SamplingParams(**params))
         return sorted(self.engine(max_batch=8).run([request]), key=lambda result: result.index)
 
@@ -129,7 +118,9 @@ class World:
 @contextmanager
 def connected(url, key="none"):
     """The official client; `client.url` is the server's address."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300) as client:
+    http = openai.DefaultHttpxClient(verify=False)  # certificates of authorities take 28 ms
+    options = {"max_retries": 0, "timeout": 300, "http_client": http}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, **options) as client:
         client.url = url
         yield client
 
@@ -145,8 +136,14 @@ def complete(client, prompt="I would like", **params):
 
 
 def post(client, body, path="/v1/chat/completions", **options):
-    """A body as it is, without the official client."""
     return httpx.post(client.url + path, json=body, timeout=300, **options)
+
+
+def text_of(reply):
+    """Of an answer, whole or in chunks."""
+    if hasattr(reply, "choices"):
+        return reply.choices[0].message.content
+    return "".join(one.choices[0].delta.content or "" for one in reply if one.choices)
 
 
 def events(reply):
@@ -159,8 +156,14 @@ def health(client):
     return httpx.get(f"{client.url}/health")
 
 
+def wait_for_requests(client, holds):
+    """Until the number of requests that run or wait is such."""
+    while not holds(health(client).json()["requests"]):
+        time.sleep(0.01)
+
+
 class GatedEngine(Engine):
-    """An engine that works only when the test lets it, and can be told to fail."""
+    """Works when the test lets it, and fails with `error`."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -182,7 +185,7 @@ class GatedEngine(Engine):
 
 
 class ScriptedEngine(Engine):
-    """An engine that says what it is told to, so many tokens a step, whatever it is asked."""
+    """Says `script`, `per_step` tokens a step, whatever it is asked."""
 
     script: tuple[int, ...] = ()
     per_step = 1
@@ -218,7 +221,7 @@ class ScriptedEngine(Engine):
 
 @contextmanager
 def saying(world, text, per_step=1):
-    """A client of a server whose target says a text; and the engine, which keeps its requests."""
+    """A client of a server that says a text; and its engine, which keeps requests."""
     engine = world.engine(ScriptedEngine, max_length=1024)
     tokenizer = world.chat.tokenizer
     said = tokenizer.encode(text, add_special_tokens=False).ids

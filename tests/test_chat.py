@@ -1,6 +1,4 @@
-"""Chat templates and tokenizers, tiny, broken and real: what is a token and what is text, and when
-a conversation that eyas did not generate has tokens.
-"""
+"""Chat templates and tokenizers, tiny, broken and real: what is a token, and what is text."""
 
 import datetime
 import functools
@@ -17,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.builtin import target_folder
-from eyas.chat import Chat, environment
+from eyas.chat import Chat, TextStream, environment
 from eyas.chat.template import as_served
 from eyas.errors import MissingInputError, TemplateError
 from eyas.records import Message
@@ -42,18 +40,14 @@ PIECES = (
     "</s>", "<s>", " ",
 )  # fmt: skip
 DATES = "{{ 'It is ' + strftime_now('%d %b %Y') + '.\n' }}" + TEMPLATE
-ALTERNATES = (
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Roles must alternate') }}{% endif %}{% endfor %}" + TEMPLATE
-)
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> dict[str, Chat]:
     root = tmp_path_factory.mktemp("chat")
-    for name, template in {"chatml": TEMPLATE, "dates": DATES, "alternates": ALTERNATES}.items():
+    for name, template in {"chatml": TEMPLATE, "dates": DATES}.items():
         tiny_tokenizer(root / name, chat_template=template)
-    return {name: Chat(root / name, DAY) for name in ("chatml", "dates", "alternates")}
+    return {name: Chat(root / name, DAY) for name in ("chatml", "dates")}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +73,6 @@ def real_rows(count: int) -> list[list[Message]]:
 
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:
-    """With control tokens by name."""
     return chat.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -90,9 +83,9 @@ def control_ids(chat: Chat, ids: list[int]) -> list[int]:
 # Conversations that eyas did not generate
 
 
-def test_tokens_are_those_on_record_or_there_are_none(tmp_path):
-    """tests/goldens/masks.json has the rows of two independent ways to a mask, by characters and by
-    tokens, which had to agree: every row that is taken has the same tokens and the same mask.
+def test_rows_are_those_on_record(tmp_path):
+    """tests/goldens/masks.json has the rows on which two independent ways to a mask agreed, by
+    characters and by tokens: every row that is taken has the same tokens and mask.
     """
     golden, taken = json.loads(GOLDEN.read_text()), {}
     for family, (folder, options) in families_of(tmp_path).items():
@@ -118,7 +111,7 @@ def test_real_templates_on_real_conversations(name):
     chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
     if name == "qwen3":
         chat = Chat(chat.folder, DAY, {"enable_thinking": False})
-    for messages in real_rows(60):
+    for messages in real_rows(30):
         for at, message in enumerate(messages):
             if message["role"] == "assistant" and at:
                 prompt_ids, answer_ids = chat.answered(messages[: at + 1])
@@ -127,7 +120,7 @@ def test_real_templates_on_real_conversations(name):
                 assert answer_ids[-1] in chat.eos_token_ids
 
 
-def test_a_thinking_answer_is_the_targets_whole_and_a_lost_thought_has_no_row():
+def test_answers_with_and_without_thoughts():
     chat = real_chat("qwen3")
     whole = "<think>\nFor how many?\n</think>\n\nFor two?"
     _, answer_ids = chat.answered(dialogue("A table?", whole))
@@ -154,13 +147,13 @@ SPACES = TEMPLATE.replace("message['content'] +", "' ' + message['content'] + ' 
         (TEMPLATE, {"content": [{"type": "text", "text": "Hi"}]}, "in several parts"),
     ],
 )
-def test_what_may_not_be_the_targets_tokens_has_no_row(tmp_path, template, answer, match):
+def test_doubtful_answers_have_no_row(tmp_path, template, answer, match):
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=match):
         Chat(tmp_path).answered([*dialogue("Hi"), {"role": "assistant", **answer}])
 
 
-def test_a_row_needs_a_day_where_the_template_prints_one(chats):
+def test_dated_rows_need_a_day(chats):
     assert chats["dates"].answered(dialogue("Hi", "Hello"))
     with pytest.raises(TemplateError, match="other tokens tomorrow"):
         Chat(chats["dates"].folder).answered(dialogue("Hi", "Hello"))
@@ -174,8 +167,7 @@ def test_a_row_needs_a_day_where_the_template_prints_one(chats):
         max_size=6,
     ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
 )
-def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(families, turns):
-    """As many control tokens as of harmless text, on every template."""
+def test_random_messages_are_text_and_rows_are_exact(families, turns):
     for family, chat in families.items():
         neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
         prompt_ids = chat.prompt_ids(dialogue(*turns[:-1]))
@@ -199,11 +191,6 @@ def test_a_fixed_date_is_the_same_tomorrow(chats):
     today = datetime.date.today()
     fixed, clock = (Chat(chats["dates"].folder, day) for day in (today, None))
     assert fixed.render(dialogue("Hi")) == clock.render(dialogue("Hi"))
-
-
-def test_a_conversation_that_the_template_refuses_says_why(chats):
-    with pytest.raises(TemplateError, match="Roles must alternate"):
-        chats["alternates"].render([*dialogue("Hi"), *dialogue("Hi")])
 
 
 CALLS_ITSELF = (
@@ -240,7 +227,7 @@ LOOP = "{% set a = 9999 * 'xx' %}{% for i in range(99999) %}"
         ("{{ 1 // 0 }}", "refuses a conversation: integer division"),
     ],
 )
-def test_a_template_that_cannot_work_is_refused_at_once(tmp_path, monkeypatch, template, what):
+def test_broken_templates_are_refused_at_once(tmp_path, monkeypatch, template, what):
     monkeypatch.setattr(environment, "RENDER_S", 0.05)
     monkeypatch.setattr(environment, "MOST_PARTS", 1 << 16)
     tiny_tokenizer(tmp_path, chat_template=template)
@@ -255,7 +242,7 @@ def test_a_doubled_bos_is_refused(tmp_path):
         Chat(tmp_path, DAY)
 
 
-def test_a_template_that_needs_tools_is_taken_with_them(tmp_path):
+def test_a_template_that_needs_tools(tmp_path):
     chat = Chat(like_qwen(tmp_path, LIKE_HERMES))
     assert '"find"' in spelled(chat, chat.prompt_ids(dialogue("Hi"), TOOLS))
     with pytest.raises(TemplateError, match="refuses a conversation without tools"):
@@ -281,33 +268,15 @@ def test_end_tokens_are_those_of_the_generation_config(tmp_path):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 319), max_size=40), st.integers(1, 5))
-def test_a_stream_is_decode_in_pieces(chats, ids, step):
-    """Random tokens: broken UTF-8, specials and all."""
-    chat = chats["chatml"]
-    stream = chat.stream()
-    pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
-    assert "".join(pieces) + stream.finish() == chat.decode(ids)
-
-
-@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20).filter(lambda text: "\ufffd" not in text))
 def test_a_stream_never_gives_half_a_character(chats, text):
     chat = chats["chatml"]
-    stream = chat.stream()
+    stream = TextStream(chat.decode)
     ids = chat.tokenizer.encode(text, add_special_tokens=False).ids
     pieces = [stream.push([token]) for token in ids]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) == text
     assert stream.finish() == ""
-
-
-def test_a_stream_tells_what_an_unfinished_character_leaves(chats):
-    chat = chats["chatml"]
-    stream = chat.stream()
-    ids = chat.tokenizer.encode("ok\U0001f642", add_special_tokens=False).ids
-    assert stream.push(ids[:-1]) == "ok"
-    assert stream.finish() == "\ufffd"
 
 
 # What messages say is text
@@ -321,7 +290,7 @@ def conversation_with(text: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "builtin", *REAL])
-def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families, family):
+def test_control_tokens_in_messages_are_text(families, family):
     made = {**families, "builtin": Chat(target_folder(), DAY)}
     chat = made[family] if family in made else real_chat(family)
     neutral = control_ids(chat, chat.prompt_ids(conversation_with("x")))
@@ -335,9 +304,7 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families, family
 
 
 def test_what_cannot_be_kept_apart_is_refused(families):
-    """The one character that stands in for control tokens' names, together with a control token's
-    name.
-    """
+    """The character of the stand-ins, together with a control token's name."""
     chat = families["qwen3"]
     assert chat.decode(chat.prompt_ids(dialogue("\ufdef"))).count("\ufdef") == 1
     with pytest.raises(TemplateError, match="for text"):
@@ -346,8 +313,8 @@ def test_what_cannot_be_kept_apart_is_refused(families):
         chat.prompt_ids(dialogue("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
 
 
-def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path):
-    """ASCII-only JSON would write the shield as an escape, and leave it there."""
+def test_a_template_that_changes_the_shield_is_refused(tmp_path):
+    """ASCII-only JSON would keep the shield, as an escape."""
     like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
     chat = Chat(tmp_path)
     with pytest.raises(TemplateError, match="changes a message"):
@@ -369,12 +336,7 @@ def test_tools_and_calls_are_text_too(families):
     assert len(ends) == 4, "of the tools, the question, the call and the result"
 
 
-def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path):
-    chat = Chat(like_qwen(tmp_path), options={"enable_thinking": False})
-    assert chat.render(dialogue("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
-
-
-def test_a_message_as_servers_hand_it_to_a_template():
+def test_messages_as_served():
     calls = [{"function": {"name": "find", "arguments": '{"city": "Oslo"}'}}]
     served = as_served({"role": "assistant", "tool_calls": calls, "reasoning": "Hm", "name": None})
     assert served == {
@@ -391,23 +353,17 @@ def test_a_message_as_servers_hand_it_to_a_template():
         assert made["tool_calls"][0]["arguments"] == read
 
 
-def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path):
+def test_formats_of_the_day(tmp_path):
     codes = " ".join(f"%{code}" for code in "aAbBdejmyYHIMSpxXcDFTR")
     like_granite(tmp_path, LIKE_GRANITE.replace("%B %d, %Y", codes))
     shown = Chat(tmp_path, DAY).render(dialogue("Hi")).split("Today is ")[1].split(".\n")[0]
     assert shown == DAY.strftime(codes)
 
 
-def test_several_templates_one_for_tools(tmp_path):
-    like_qwen(tmp_path, None)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": LIKE_QWEN}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    chat = Chat(tmp_path)
-    assert chat.render(dialogue("Hi")) == "<|im_start|>user\nHi<|im_end|>\n"
-    assert "Tools:" in chat.render(dialogue("Hi"), tools=NAMING_TOOLS)
-    without = json.dumps({**config, "chat_template": named[1:]})
-    (tmp_path / "tokenizer_config.json").write_text(without)
+def test_several_templates_need_a_default(tmp_path):
+    path = like_qwen(tmp_path, None) / "tokenizer_config.json"
+    named = {"chat_template": [{"name": "tool_use", "template": LIKE_QWEN}]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
     with pytest.raises(TemplateError, match="none of them is named default"):
         Chat(tmp_path)
 

@@ -1,7 +1,5 @@
 """The image and the manifest: what the Containerfile installs and starts, and what fits it."""
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib
@@ -28,7 +26,7 @@ UNITS = {None: 1.0, "m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**4
 
 
 def config_of(monkeypatch, arguments, **environment):
-    """The settings that `eyas serve` reads out of its arguments."""
+    """The settings of `eyas serve` with these arguments."""
     found = []
     monkeypatch.setattr(serve_command, "serve", lambda config, on_ready: found.append(config))
     for name, value in environment.items():
@@ -42,9 +40,7 @@ def config_of(monkeypatch, arguments, **environment):
 
 
 def instructions():
-    """The Containerfile's instructions in order, with what follows each; comments out, broken lines
-    joined.
-    """
+    """The Containerfile's instructions in order, each with its text."""
     lines = [line for line in CONTAINERFILE.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\s*\n\s*", "", "\n".join(lines))
     found = [line.strip().partition(" ") for line in joined.splitlines() if line.strip()]
@@ -101,7 +97,6 @@ def test_the_image_installs_this_package_and_starts_its_server(monkeypatch):
 
 
 def test_the_version_stands_in_one_place():
-    """Packages, the API and records read it; the newest entry of the changelog is of it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "eyas.artifact.VERSION"}
@@ -114,10 +109,8 @@ def test_the_version_stands_in_one_place():
 
 @pytest.fixture(scope="module")
 def documents():
-    return {
-        document["kind"]: document
-        for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-    }
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    return {one["kind"]: one for one in yaml.safe_load_all(text)}
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +143,9 @@ def test_the_container_is_the_image_s(documents, pod, container, monkeypatch):
     assert pod["securityContext"]["runAsNonRoot"] is True
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    assert (
-        mounts["models"] == dict(one.split("=") for one in steps["ENV"].split())["XDG_CACHE_HOME"]
-    )
-    # the keys are a file that is renewed, whose only name is the secret's only key
+    environment = dict(one.split("=") for one in steps["ENV"].split())
+    assert mounts["models"] == environment["XDG_CACHE_HOME"]
+    # the keys are a file that is renewed, by the name of the secret's only key
     (keys,) = (volume["secret"] for volume in pod["volumes"] if "secret" in volume)
     assert keys == {"secretName": "eyas-api-keys"}
     assert str(config.limits.api_keys) == f"{mounts['keys']}/keys"
@@ -177,8 +169,7 @@ def test_probes_ask_for_health_and_give_the_model_its_time(container):
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 300
     alive, ready = container["livenessProbe"], container["readinessProbe"]
     assert ready["periodSeconds"] * ready["failureThreshold"] <= 15
-    # Nothing that strangers may hold for nothing outlasts it: heads and bodies that do not come, a
-    # client that takes nothing.
+    # it outlasts heads and bodies that do not come, and clients that read nothing
     assert alive["periodSeconds"] * alive["failureThreshold"] >= 4 * LimitsConfig().body_timeout_s
 
 

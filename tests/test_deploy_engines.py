@@ -1,11 +1,7 @@
-"""Servers on Kubernetes: every object against Kubernetes' own schemas, and the commands of SGLang
-and vLLM against those that `eyas export` writes. No cluster ran them.
-
-The schemas of the Prometheus operator's objects are in no package: of these, the fields that are
-used are held against a list written after its API reference (v1).
+"""Servers on Kubernetes: every object fits Kubernetes' own schemas, and SGLang and vLLM get the
+commands that `eyas export` writes. The Prometheus operator's schemas are in no package: its fields
+are held against a list after its API reference (v1).
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -81,7 +77,7 @@ def test_objects_fit_the_schemas_of_kubernetes(name, version):
         kubernetes_validate.validate(wrong, version, strict=True)
 
 
-def test_all_that_is_promised_is_there_and_belongs_together(objects, server):
+def test_objects_belong_together(objects, server):
     assert set(objects) == KINDS | {WORKLOADS[server]}
     labels = {"app.kubernetes.io/name": server}
     assert all(one["metadata"]["name"] == server for one in objects.values())
@@ -92,11 +88,9 @@ def test_all_that_is_promised_is_there_and_belongs_together(objects, server):
     for one in (spec, *(objects[kind]["spec"] for kind in ("PodDisruptionBudget", "PodMonitor"))):
         assert one["selector"]["matchLabels"] == labels
     scaled = objects["HorizontalPodAutoscaler"]["spec"]
-    assert (scaled["scaleTargetRef"]["kind"], scaled["scaleTargetRef"]["name"]) == (
-        WORKLOADS[server],
-        server,
-    )
-    # one pod of two may go, and the autoscaler's number is not set back by `kubectl apply`
+    of = scaled["scaleTargetRef"]
+    assert (of["kind"], of["name"]) == (WORKLOADS[server], server)
+    # one pod of two may go, and `kubectl apply` keeps the autoscaler's number
     assert scaled["minReplicas"] > objects["PodDisruptionBudget"]["spec"]["maxUnavailable"]
     assert "replicas" not in spec
     (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
@@ -113,15 +107,14 @@ def test_only_named_pods_and_prometheus_reach_a_server(objects, server):
     assert rule["ports"] == [{"port": port["name"]}]
 
 
-def test_the_version_of_the_head_stands_in_one_place_that_a_command_changes(objects, pod, server):
-    """The label of the pods: the head's URL and the series' label are read from it. The first pod
-    of a roll-out is a canary for half an hour.
+def test_the_heads_version_is_in_one_place(objects, pod, server):
+    """The label of the pods, which the head's URL and the series' label follow. The first pod of a
+    roll-out is a canary for half an hour.
     """
     where = [*pod.get("initContainers", ()), *pod["containers"]]
     (reads,) = (one for one in where if any("$(HEAD_VERSION)" in text for text in one["args"]))
-    assert {"name": "HEAD_VERSION", "valueFrom": {"fieldRef": {"fieldPath": VERSION}}} in reads[
-        "env"
-    ]
+    value = {"fieldRef": {"fieldPath": VERSION}}
+    assert {"name": "HEAD_VERSION", "valueFrom": value} in reads["env"]
     monitor = objects["PodMonitor"]["spec"]
     assert monitor["podTargetLabels"] == ["head_version"]
     spec, kind = workload(objects), WORKLOADS[server]
@@ -157,7 +150,7 @@ def test_the_command_is_the_one_that_export_writes(pod, engine):
     assert port["containerPort"] == 8000
 
 
-def test_the_head_comes_from_its_form_s_folder_before_the_engine_starts(pod, engine):
+def test_the_head_is_fetched_first(pod, engine):
     (fetching,) = pod["initContainers"]
     source, folder = fetching["args"]
     assert re.fullmatch(rf"gs://BUCKET/heads/[\w-]+/\$\(HEAD_VERSION\)/{engine}", source)
@@ -179,9 +172,8 @@ def test_nothing_runs_as_root_or_writes_outside_its_volumes(pod):
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        written = [
-            env["value"] for env in one["env"] if env.get("value", "").startswith("/")
-        ]  # caches
+        values = [env.get("value", "") for env in one["env"]]
+        written = [value for value in values if value.startswith("/")]  # caches
         mounts = tuple(f"{mount['mountPath']}/" for mount in one["volumeMounts"])
         assert written
         assert all(path.startswith(mounts) for path in written)
@@ -242,9 +234,8 @@ def test_the_operator_s_objects_have_known_fields(objects, server):
 
 
 def test_the_rules_have_known_fields():
-    of_a_card = prometheus_rules(
-        [CardTau("fixed(4,1,5)", 0, 2, (1, 3), 8, 9, ())], "m", "1", "vllm"
-    )
+    tau = CardTau("fixed(4,1,5)", 0, 2, (1, 3), 8, 9, ())
+    of_a_card = prometheus_rules([tau], "m", "1", "vllm")
     for rules in (*documents("prometheus-rules"), yaml.safe_load(of_a_card)):
         assert (rules["apiVersion"], rules["kind"]) == (OPERATOR, "PrometheusRule")
         assert set(rules["spec"]) == {"groups"}

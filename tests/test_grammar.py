@@ -1,8 +1,4 @@
-"""Grammars: whatever the mask lets through is an answer of the schema or the regular expression,
-and nothing else is needed.
-"""
-
-from __future__ import annotations
+"""Grammars: what the mask lets through is an answer of the schema or the regular expression."""
 
 import json
 import os
@@ -56,7 +52,7 @@ REGEXES = [
     "",
 ]
 
-# minutes of intersections, and a stack of any size
+# Minutes of intersections, and a stack without end.
 PATTERNS = {
     "type": "string",
     "allOf": [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(30)],
@@ -67,23 +63,17 @@ CHAIN = {
     | {"d1400": {}},
 }
 
-# each may be any other, or an array of one: as many ways to read an answer as there are paths
-NAMES = [f"d{at}" for at in range(30)]
-LINKS = {name: {"$ref": f"#/$defs/{name}"} for name in NAMES}
-MUTUAL = {
-    "$ref": "#/$defs/d0",
-    "$defs": {
-        name: {
-            "anyOf": [link for other, link in LINKS.items() if other != name]
-            + [{"type": "array", "items": LINKS[NAMES[at - 1]]}]
-        }
-        for at, name in enumerate(NAMES)
-    },
+# Each may be any other, or an array of one: as many ways to read an answer as there are paths.
+LINKS = [{"$ref": f"#/$defs/d{at}"} for at in range(30)]
+DEFINED = {
+    f"d{at}": {"anyOf": [*LINKS[:at], *LINKS[at + 1 :], {"type": "array", "items": LINKS[at - 1]}]}
+    for at in range(30)
 }
+MUTUAL = {"$ref": "#/$defs/d0", "$defs": DEFINED}
 
 
 class Walker:
-    """A folder's tokenizer and its grammars, and random walks through them."""
+    """A folder's tokenizer, its grammars, and random walks through them."""
 
     def __init__(self, folder):
         if not folder.exists():
@@ -144,15 +134,11 @@ def test_a_walk_matches_the_regex(walker, regex):
     assert all(re.fullmatch(regex, text) for text in texts), texts
 
 
-def test_the_mask_lets_the_usual_tokens_through(walker):
-    """Not only some answer: the tokenizer's own tokens of an answer are allowed, each in its place,
-    then the end.
-    """
+def test_the_usual_tokens_are_allowed(walker):
+    """The tokenizer's own tokens of an answer, each in its place, then the end."""
+    answer = '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}'
     for options, text in (
-        (
-            {"json_schema": json.dumps(SCHEMA)},
-            '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}',
-        ),
+        ({"json_schema": json.dumps(SCHEMA)}, answer),
         ({"regex": r"[A-Za-z ]+\."}, "A few plain words."),
     ):
         matcher = walker.grammars.compile(SamplingParams(**options)).matcher()
@@ -162,7 +148,7 @@ def test_the_mask_lets_the_usual_tokens_through(walker):
         assert matcher.is_over
 
 
-def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
+def test_the_end_is_allowed_where_the_grammar_may_stop(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab?")).matcher()
     a, b = map(builtin.tokenizer.token_to_id, "ab")
     assert not matcher.mask()[builtin.end]
@@ -183,7 +169,7 @@ def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
     assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
 
 
-def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
+def test_ids_beyond_the_tokenizer_are_never_allowed(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V + 64, {builtin.end})
     matcher = grammars.compile(SamplingParams(regex="(?s).*")).matcher()
     mask_V = matcher.mask()
@@ -194,16 +180,12 @@ def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
 
 def test_special_tokens_are_no_text(builtin):
     mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
-    special = [
-        number
-        for number, token in builtin.tokenizer.get_added_tokens_decoder().items()
-        if token.special
-    ]
+    added = builtin.tokenizer.get_added_tokens_decoder()
+    special = [number for number, token in added.items() if token.special]
     assert set(np.flatnonzero(mask_V[special])) <= {special.index(builtin.end)}
 
 
 def test_blanks_come_to_an_end(builtin):
-    """A target that goes on with blanks as long as it may."""
     matcher = builtin.grammars.compile(SamplingParams(json_schema=json.dumps(SCHEMA))).matcher()
     brace, blank = map(builtin.tokenizer.token_to_id, "{Ġ")
     matcher.advance(brace)
@@ -232,26 +214,22 @@ def test_a_grammar_is_compiled_once(builtin):
     assert grammars.compile(SamplingParams()) is None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"regex": "("},
-        {"regex": r"(a)\1"},
-        {"regex": "(?=a)b"},
-        {"regex": "a" * 70000},
-        {"json_schema": "{"},
-        {"json_schema": "[1]"},
-        {"json_schema": '{"type": "strin"}'},
-        {"json_schema": '{"type": "array", "uniqueItems": true}'},
-        {"json_schema": '{"not": {"type": "string"}}'},
-        {"json_schema": '{"type": "string", "pattern": "("}'},
-        {"json_schema": '{"$ref": "https://example.org/schema"}'},
-    ],
-    ids=lambda options: next(iter(options.values()))[:20],
-)
-def test_what_cannot_be_followed_is_refused(builtin, options):
-    with pytest.raises(InputError, match=next(iter(options))) as caught:
-        builtin.grammars.compile(SamplingParams(**options))
+REFUSED = [
+    *(("regex", one) for one in ("(", r"(a)\1", "(?=a)b", "a" * 70000)),
+    ("json_schema", "{"),
+    ("json_schema", "[1]"),
+    ("json_schema", '{"type": "strin"}'),
+    ("json_schema", '{"type": "array", "uniqueItems": true}'),
+    ("json_schema", '{"not": {"type": "string"}}'),
+    ("json_schema", '{"type": "string", "pattern": "("}'),
+    ("json_schema", '{"$ref": "https://example.org/schema"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), REFUSED, ids=lambda text: text[:20])
+def test_what_cannot_be_followed_is_refused(builtin, name, source):
+    with pytest.raises(InputError, match=name) as caught:
+        builtin.grammars.compile(SamplingParams(**{name: source}))
     assert "\n" not in caught.value.what
     assert caught.value.hint
 
@@ -265,8 +243,8 @@ def test_what_cannot_be_followed_is_refused(builtin, options):
     ],
     ids=["memory", "time", "stack"],
 )
-def test_what_needs_too_much_is_refused_and_costs_no_other_grammar(builtin, options):
-    """In the process that compiles first: the last ends by SIGSEGV what compiles it."""
+def test_expensive_grammars_are_refused_alone(builtin, options):
+    """The process that compiles the last ends by SIGSEGV."""
     name = next(iter(options))
     with pytest.raises(InputError, match=f"the {name} needs more than") as caught:
         builtin.grammars.compile(SamplingParams(**options))
@@ -289,7 +267,7 @@ def test_what_allows_no_answer_says_so(builtin, options):
         builtin.grammars.compile(SamplingParams(**options))
 
 
-def test_grammars_go_on_when_their_process_is_ended_from_outside(builtin):
+def test_a_killed_process_starts_anew(builtin):
     builtin.grammars.compile(SamplingParams(regex="before"))
     process = builtin.grammars._process.process
     process.kill()
@@ -314,15 +292,14 @@ def failure_of(matcher, *tokens):
     return failed.value.what
 
 
-def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
+def test_a_failed_grammar_names_itself(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
-    # the library's way of giving up, brought about by force
+    # not allowed: the library gives up
     matcher.advance(builtin.tokenizer.token_to_id("z"))
     assert failure_of(matcher).startswith("the regex ab cannot be followed any further: ")
 
 
-def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
-    """A walk meets what no budget allows, and the next answer begins."""
+def test_a_failed_grammar_ends_one_answer(builtin):
     params = SamplingParams(regex="x*((a{101}){100}){97}c")
     x, a = map(builtin.tokenizer.token_to_id, "xa")
     for _ in range(2):
@@ -332,8 +309,8 @@ def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
         assert failure_of(matcher, a).startswith("the regex x*((a{101}){100}){97}c ")
 
 
-def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_schema(builtin):
-    """In the process of this grammar, which nobody waits for, and whose end no other one feels."""
+def test_expensive_masks_end_their_own_answer(builtin):
+    """In the process of this grammar, whose end no other one feels."""
     params = SamplingParams(json_schema=json.dumps(MUTUAL))
     other = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
     matcher = builtin.grammars.compile(params).matcher()
@@ -347,7 +324,7 @@ def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_sche
     assert (again.failure, again is matcher._grammar) == (None, False)
 
 
-def test_a_mask_is_not_waited_for_beyond_a_time(builtin):
+def test_the_wait_for_a_mask_is_bounded(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
     matcher = grammars.compile(SamplingParams(regex="ab")).matcher()
     (process,) = children_of(grammars._process.process.pid)
@@ -362,7 +339,7 @@ def test_a_mask_is_not_waited_for_beyond_a_time(builtin):
     assert not matcher.is_late
 
 
-def test_the_process_of_a_grammar_ends_with_its_last_answer(builtin):
+def test_a_grammars_process_ends_with_its_last_answer(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
     matcher = grammars.compile(SamplingParams(regex="ab")).matcher()
     for number in range(8):
@@ -377,7 +354,7 @@ def test_the_process_of_a_grammar_ends_with_its_last_answer(builtin):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
+def test_a_sampler_follows_the_grammar(builtin, temperature):
     params = SamplingParams(
         temperature=temperature, seed=3, json_schema=json.dumps(SCHEMA), max_tokens=MAX_WALK
     )
@@ -392,7 +369,7 @@ def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
     assert sampler.failure is None
 
 
-def test_a_grammar_waits_for_none_that_is_compiled_and_each_is_compiled_once(builtin, monkeypatch):
+def test_grammars_compile_at_the_same_time_and_once(builtin, monkeypatch):
     begun, may_end, made = threading.Event(), threading.Event(), []
     begin = GrammarProcess.begin
 
@@ -416,7 +393,7 @@ def test_a_grammar_waits_for_none_that_is_compiled_and_each_is_compiled_once(bui
     assert sorted(made) == ["quick", "slow"]
 
 
-def test_a_process_that_is_stopped_is_given_up(builtin, monkeypatch):
+def test_a_stopped_process_is_given_up(builtin, monkeypatch):
     first = builtin.grammars._process
     builtin.grammars.compile(SamplingParams(regex="a"))
     fork = GrammarProcess._fork
@@ -443,7 +420,7 @@ process.follow(Connection(int(sys.argv[1])), None)
 """
 
 
-def test_what_takes_too_long_by_the_clock_ends_itself():
+def test_a_grammar_ends_itself_by_the_clock():
     """Where a process gets hardly any CPU: here it sleeps."""
     ours, theirs = Pipe()
     ours.send_bytes(json.dumps({"kind": "regex", "source": "a"}).encode())

@@ -1,8 +1,6 @@
-"""What clients of other servers send and ask for, and what this one makes of it: fields under other
-names, prompts and answers as long as they fit, texts that are continued, and paths beside OpenAI's.
+"""What clients of other servers send: fields under other names, long prompts and answers, texts to
+continue, and paths beside OpenAI's.
 """
-
-from __future__ import annotations
 
 import json
 import time
@@ -16,19 +14,10 @@ from eyas.engine.engine import EngineConfig
 from eyas.engine.schemas import plain_schema
 from eyas.errors import ConfigError
 from eyas.serve.limits import LimitsConfig
+from eyas.serve.protocol import ChatRequest
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.worker import EngineWorker
-from tests.serving import (
-    MAX_LENGTH,
-    MESSAGES,
-    MODEL,
-    World,
-    ask,
-    complete,
-    post,
-    saying,
-)
-from tests.test_serve_api import text_of
+from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, complete, post, saying, text_of
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 PAGE = "https://chat.example.org"
@@ -57,28 +46,21 @@ def test_an_answer_is_as_long_as_fits(world, client):
     assert complete(client, [5] * 250, max_tokens=4096).usage.completion_tokens <= 6
 
 
-def test_a_prompt_too_long_names_the_setting(tmp_path):
-    """Where it helps: the target reads more than this server holds."""
+def test_a_too_long_prompt_names_the_setting(tmp_path):
     World.make(tmp_path, eos_token_id=2)
     for length, names_it in ((100, True), (256, False), (None, False)):
         service = load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=length)))
         assert service.info.max_length == (length or 256)
+        body = ChatRequest(model=MODEL, messages=MESSAGES)
         with pytest.raises(Exception, match="holds") as refused:
-            service.translator._request(chat_body(), [5] * 300, {})
+            service.translator._request(body, [5] * 300, {})
         assert ("engine.max_length of up to 256" in refused.value.message) == names_it
     with pytest.raises(ConfigError, match=r"max_length=1000000 .* context of 256"):
         load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=1_000_000)))
 
 
-def chat_body():
-    from eyas.serve.protocol import ChatRequest  # noqa: PLC0415
-
-    return ChatRequest(model=MODEL, messages=MESSAGES)
-
-
 @pytest.mark.parametrize(("free_pages", "num_pages"), [(None, None), (10_000, None), (20, 10)])
 def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pages, num_pages):
-    """A request has at most what the pages hold less what a tree writes behind its tokens."""
     page_bytes = world.engine()._page_bytes
     free = None if free_pages is None else free_pages * page_bytes
     monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: free)
@@ -96,24 +78,24 @@ def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pag
 # Fields
 
 
-def test_fields_of_other_servers_do_what_theirs_do(client):
-    seeded = {"temperature": 1, "seed": 5}
-    plain = text_of(ask(client, **seeded))
-    penalised = [
-        text_of(ask(client, **seeded, extra_body={name: 1.9}))
-        for name in ("repeat_penalty", "repetition_penalty")
-    ]
-    assert penalised[0] == penalised[1] != plain
+def test_fields_of_other_servers(client):
+    plain, repeat, repetition = (
+        text_of(ask(client, temperature=1, seed=5, extra_body=body))
+        for body in ({}, {"repeat_penalty": 1.9}, {"repetition_penalty": 1.9})
+    )
+    assert repeat == repetition != plain
     assert text_of(ask(client, temperature=1e-6)) == text_of(ask(client))
+
+
+GBNF = 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'
+LARK = 'start: "yes" | "no, " WORD\nWORD: /[a-c]{2,3}/'
 
 
 @pytest.mark.parametrize(
     "field",
     [
-        {"grammar": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
-        {"guided_grammar": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
-        {"ebnf": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
-        {"structured_outputs": {"grammar": 'start: "yes" | "no, " WORD\nWORD: /[a-c]{2,3}/'}},
+        *({name: GBNF} for name in ("grammar", "guided_grammar", "ebnf")),
+        {"structured_outputs": {"grammar": LARK}},
     ],
 )
 def test_an_answer_follows_a_grammar(client, field):
@@ -125,12 +107,12 @@ def test_an_answer_follows_a_grammar(client, field):
         assert reply.choices[0].finish_reason == "stop"
 
 
-def test_characters_by_number_are_those_of_the_grammar(client):
+def test_escaped_characters_of_a_grammar(client):
     asked = {"grammar": r'root ::= "\u00e9b\\u00e9" [\u4e2d-\u4e2e] "\x41\n"'}
     assert text_of(ask(client, extra_body=asked))[:-2] in ("éb\\u00e9中", "éb\\u00e9丮")
 
 
-def test_one_of_constants_is_any_of_them(client):
+def test_one_of_constants_is_any_of(client):
     numbers = {"oneOf": [{"const": 1}, {"const": 2.5}, {"enum": [3, None]}]}
     assert plain_schema({"items": numbers, "uniqueItems": False}) == {
         "items": {"anyOf": numbers["oneOf"]}
@@ -149,15 +131,14 @@ def test_one_of_constants_is_any_of_them(client):
         ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
 
 
-def test_special_tokens_are_shown_where_asked_for(world):
+def test_special_tokens_on_demand(world):
     with saying(world, "I <|im_start|>would") as (client, engine):
         engine.script = (*engine.script[:-1], world.chat.eos_token_ids[0])
         shown = text_of(ask(client, extra_body={"skip_special_tokens": False}))
         assert (shown, text_of(ask(client))) == ("I <|im_start|>would", "I would")
 
 
-def test_the_assistants_last_message_is_continued(world, client):
-    """The answer is what the target says behind that text."""
+def test_the_last_message_is_continued(world, client):
     begun = {"role": "assistant", "content": "I would like"}
     opened = {"continue_final_message": True, "add_generation_prompt": False}
     prompt_ids = world.chat.prompt_ids(MESSAGES)
@@ -176,51 +157,43 @@ def test_the_assistants_last_message_is_continued(world, client):
 
 
 @pytest.mark.parametrize("content", ["<", "|", "end", "im_end|>", "a  ", "user"])
-def test_what_the_template_writes_behind_a_message_is_no_part_of_it(world, content):
-    prompt_ids = world.chat.prompt_ids(MESSAGES)
-    begun = world.chat.prompt_ids(
-        [*MESSAGES, {"role": "assistant", "content": content}], continues=True
-    )
+def test_a_continued_message_ends_before_the_templates_text(world, content):
+    turns = [*MESSAGES, {"role": "assistant", "content": content}]
     before, after = (
-        world.chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt_ids, begun)
+        world.chat.tokenizer.decode(ids, skip_special_tokens=False)
+        for ids in (world.chat.prompt_ids(MESSAGES), world.chat.prompt_ids(turns, continues=True))
     )
     assert after == before + content
 
 
-def test_a_token_that_ends_an_answer_is_none_of_its_text(world, client):
-    """An ordinary one as well, however the text is made."""
+def test_stop_tokens_are_not_in_the_text(world, client):
     _, ids = world.truth(max_tokens=24)
     at = next(at for at in range(4, 24) if ids[at] not in ids[:at])
     for more in ({}, {"skip_special_tokens": False}, {"stop": ["nothing of that kind"]}):
         reply = ask(client, extra_body={"stop_token_ids": [ids[at]], **more})
-        assert (text_of(reply), reply.choices[0].finish_reason) == (
-            world.chat.decode(ids[:at]),
-            "stop",
-        )
+        ending = reply.choices[0].finish_reason
+        assert (text_of(reply), ending) == (world.chat.decode(ids[:at]), "stop")
         assert reply.usage.completion_tokens == at + 1
 
 
-def test_prompts_of_one_request_wait_for_all_their_grammars(world, client, monkeypatch):
+def test_prompts_wait_for_all_grammars(world, client, monkeypatch):
     """Nothing runs before the last is compiled: an update would come where only an end may."""
     compiled = EngineWorker._compiled
-
-    def slowly(self, request):
-        time.sleep(0.1)
-        return compiled(self, request)
-
-    monkeypatch.setattr(EngineWorker, "_compiled", slowly)
-    prompts = ["I would like", "A table", "The address"]
-    reply = complete(client, prompts, extra_body={"regex": "[a-z ]{9,40}"})
+    monkeypatch.setattr(
+        EngineWorker, "_compiled", lambda *given: time.sleep(0.1) or compiled(*given)
+    )
+    prompts, body = ["I would like", "A table", "The address"], {"regex": "[a-z ]{9,40}"}
+    reply = complete(client, prompts, extra_body=body)
     monkeypatch.undo()
-    alone = [complete(client, one, extra_body={"regex": "[a-z ]{9,40}"}) for one in prompts]
+    alone = [complete(client, one, extra_body=body) for one in prompts]
     assert [one.text for one in reply.choices] == [one.choices[0].text for one in alone]
 
 
-def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
-    told = World.make(tmp_path, eos_token_id=2)
+def test_reasoning_effort_reaches_the_template(world, tmp_path):
+    World.make(tmp_path, eos_token_id=2)
     effort = "{% if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort }}{% endif %}"
     tiny_tokenizer(tmp_path, chat_template=effort + TEMPLATE)
-    with saying(World(told.folder), "Well.") as (client, engine):
+    with saying(World(tmp_path), "Well.") as (client, engine):
         ask(client, reasoning_effort="low")
         ask(client)
         first, second = (world.chat.decode(one.prompt_ids) for one in engine.asked)
@@ -229,7 +202,7 @@ def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
-def test_turns_of_other_servers_are_taken(client, body):
+def test_turns_of_other_servers(client, body):
     thought = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": []}
     turns = [{**MESSAGES[0], "tool_calls": []}, thought, *MESSAGES]
     reply = post(client, {"model": MODEL, "messages": turns, "max_tokens": 2, **body})
@@ -237,17 +210,14 @@ def test_turns_of_other_servers_are_taken(client, body):
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_schema_may_stand_beside_the_type(client, kind):
-    """llama.cpp's form."""
+def test_llama_cpps_schema_beside_the_type(client, kind):
     schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    wanted = {"type": kind, "schema": schema}
+    wanted = {"type": kind, "schema": {**schema, "additionalProperties": False}}
     reply = ask(client, max_tokens=60, extra_body={"response_format": wanted})
     assert json.loads(text_of(reply)) == {"a": 7}
 
 
-def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(tmp_path):
-    """Two of the user, or of the system, in a row: as the template says it, not a fault of ours."""
+def test_a_strict_template_refuses_in_its_words(tmp_path):
     strict = (
         "{% for message in messages %}{% if loop.index0 and message.role == messages[loop.index0 - "
         "1].role %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
@@ -263,7 +233,7 @@ def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(t
 # Paths
 
 
-def test_texts_become_tokens_and_back(world, client):
+def test_tokenize_and_detokenize(world, client):
     def asked(path, **body):
         reply = post(client, body, path)
         assert reply.status_code == 200, reply.text
@@ -291,7 +261,7 @@ def test_texts_become_tokens_and_back(world, client):
     assert post(client, {"model": "other", "prompt": "x"}, "/tokenize").status_code == 404
 
 
-def test_a_path_that_is_none_is_answered_by_those_that_are(client):
+def test_unknown_paths_name_the_known(client):
     for path, what in (
         ("/v1/embeddings", "has no embeddings"),
         ("/api/chat", "/v1/chat/completions"),
@@ -316,7 +286,7 @@ def test_a_path_that_is_none_is_answered_by_those_that_are(client):
         assert httpx.request(method, f"{client.url}/ping").json()["status"] == "ok"
 
 
-def test_pages_of_allowed_origins_may_ask(world, client):
+def test_cors_of_allowed_origins(world, client):
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-any"}
     url, allows = f"{client.url}/v1/chat/completions", "access-control-allow-origin"
     for origin, status in ((PAGE, 200), ("https://other.example.org", 400)):

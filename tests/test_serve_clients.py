@@ -1,12 +1,8 @@
-"""Agents on smollm2, whose template has no tools: the clients that people write them with, and the
-bodies that these clients sent, which stay a test where none of them is installed.
+"""Agents on smollm2, whose template has no tools, by the clients that people write them with (`pip
+install --group clients`, in this environment or PYTHON's), and the bodies that these sent.
 
-    EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     asks and keeps the bodies anew
-
-PYTHON has the clients (`pip install --group clients`), in its own environment or this one.
+    EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     keeps the bodies anew
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -49,8 +45,8 @@ def url():
 
 def run(url, client):
     words = [PYTHON, str(SCRIPT), url, SMOLLM2, client]
-    told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
-    return json.loads(told.stdout)
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout)
 
 
 def tools_of(body):
@@ -59,22 +55,20 @@ def tools_of(body):
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_agent_takes_three_turns(url, client):
-    """What the clients themselves make of the answers: calls of their tools, with arguments that
-    the tools' schemas allow.
-    """
+    """The clients read calls of their tools, with arguments that the tools' schemas allow."""
     if subprocess.run([PYTHON, "-c", f"import {CLIENTS[client]}"], capture_output=True).returncode:
         pytest.skip("pip install --group clients")
-    told = run(url, client)
-    assert len(told["bodies"]) >= 3
-    called = [step for step in told["steps"] if "called" in step]
+    turns = run(url, client)
+    assert len(turns["bodies"]) >= 3
+    called = [step for step in turns["steps"] if "called" in step]
     assert len(called) >= 2
     for step in called:
-        function = tools_of(told["bodies"][0])[step["called"]]
+        function = tools_of(turns["bodies"][0])[step["called"]]
         jsonschema.validate(step["arguments"], function["parameters"])
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_bodies_that_the_clients_sent_are_answered(url, client):
+def test_kept_bodies_are_answered(url, client):
     for body in json.loads(KEPT.read_text())[client]:
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
         assert reply.status_code == 200, reply.text
@@ -90,12 +84,12 @@ def test_bodies_that_the_clients_sent_are_answered(url, client):
 
 if __name__ == "__main__":
     with smollm2() as served:
-        told = {client: run(served, client) for client in CLIENTS}
-    for client, one in told.items():
+        found = {client: run(served, client) for client in CLIENTS}
+    for client, one in found.items():
         print(client, *(json.dumps(step) for step in one["steps"]), sep="\n    ")
     # the last body with tools of each choice holds all turns before it
     kept = {}
-    for client, own in told.items():
+    for client, own in found.items():
         with_tools = [body for body in own["bodies"] if "tools" in body]
         kept[client] = [*{str(body["tool_choice"]): body for body in with_tools}.values()]
     KEPT.write_text(json.dumps(kept) + "\n", encoding="utf-8")

@@ -1,8 +1,6 @@
-"""Log-probabilities of prompts (`echo` with `logprobs`), as lm-evaluation-harness asks for them:
-against transformers, against the answers' own, and however the prefill is cut.
+"""Log-probabilities of prompts (`echo` with `logprobs`): against transformers, against the answers'
+own, and however the prefill is cut.
 """
-
-from __future__ import annotations
 
 import json
 import threading
@@ -32,7 +30,7 @@ def client(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(world):
-    """Log-probabilities [T, V] of the tokens behind each of a prompt's, by transformers."""
+    """Log-probabilities [T, V] after each token of a prompt, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(world.folder, dtype=torch.float32).eval()
 
     def logprobs(ids):
@@ -70,8 +68,8 @@ def test_a_prompt_is_scored_as_transformers_scores_it(client, world, reference):
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-def test_an_answer_as_a_prompt_has_the_numbers_it_had_as_an_answer(client, world, speculation):
-    """To the last bit, on the native decoder: one forward's sums are any forward's."""
+def test_a_scored_answer_has_its_own_logprobs(client, world, speculation):
+    """To the last bit: one forward's sums are any forward's."""
     asked = {"max_tokens": 24, "logprobs": 2, "extra_body": {"speculation": speculation}}
     answered = complete(client, PROMPT, **asked).choices[0].logprobs
     params = SamplingParams(max_tokens=24)
@@ -81,7 +79,7 @@ def test_an_answer_as_a_prompt_has_the_numbers_it_had_as_an_answer(client, world
     assert whole.tokens[-24:] == answered.tokens
 
 
-def test_prompt_and_answer_stand_behind_each_other(client, world):
+def test_prompt_then_answer(client, world):
     alone = complete(client, PROMPT, max_tokens=6, logprobs=1).choices[0]
     reply = complete(client, PROMPT, echo=True, logprobs=1, max_tokens=6)
     both, count = reply.choices[0], len(ids_of(world))
@@ -93,7 +91,7 @@ def test_prompt_and_answer_stand_behind_each_other(client, world):
     ]
 
 
-def test_a_prompt_that_is_cached_is_scored_whole(client, world):
+def test_a_cached_prompt_is_scored_whole(client, world):
     text = PROMPT * 4
     complete(client, text)
     first, again = (complete(client, text, **SCORING) for _ in range(2))
@@ -101,7 +99,7 @@ def test_a_prompt_that_is_cached_is_scored_whole(client, world):
     assert len(scores(first)) == len(ids_of(world, text))
 
 
-def test_tokens_outside_the_text_have_no_length_in_it(client, world):
+def test_special_tokens_have_no_length(client, world):
     ids = [world.chat.tokenizer.token_to_id("<|im_end|>"), *ids_of(world)]
     logprobs = complete(client, ids, **SCORING).choices[0].logprobs
     assert logprobs.tokens[0] == "<|im_end|>"
@@ -112,7 +110,6 @@ def test_tokens_outside_the_text_have_no_length_in_it(client, world):
 
 
 def scored(engine, requests):
-    """The log-probabilities of each request's prompt."""
     results = {one.request_id: one for one in engine.run(requests)}
     engine.check()
     return [[each.logprob for each in results[one.id].prompt_logprobs] for one in requests]
@@ -129,8 +126,7 @@ def prompts(max_tokens=0, count=6):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 9])
-def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens):
-    """No matrix of all tokens by the vocabulary is ever there, and the numbers are the same."""
+def test_logits_of_a_forward_are_bounded(world, monkeypatch, max_tokens):
     asked = prompts(max_tokens)
     whole = scored(world.engine(), asked)
     assert [len(one) for one in whole] == [len(request.prompt_ids) - 1 for request in asked]
@@ -145,8 +141,7 @@ def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens):
     parts = scored(engine, asked)
     assert max(rows) <= 5 + 4  # and the last row of each prompt of the batch, which draws
     assert len(rows) >= sum(len(one) for one in whole) / 5
-    for one, other in zip(whole, parts, strict=True):
-        assert one == other
+    assert whole == parts
 
 
 def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
@@ -163,23 +158,16 @@ def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
 # Text without scores
 
 
-@pytest.mark.parametrize("extra", [{"echo": False}, {"echo": True}, {"echo": True, "stream": True}])
-def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, extra):
-    text = complete(client, PROMPT, max_tokens=12).choices[0].text
-    reply = complete(client, PROMPT, max_tokens=12, **extra)
-    chunks = reply if extra.get("stream") else [reply]
-    said = "".join(chunk.choices[0].text for chunk in chunks)
-    assert said == (PROMPT + text if extra["echo"] else text)
-
-
-def test_each_choice_echoes_its_own_prompt(client, world):
-    ids = world.chat.tokenizer.encode("you", add_special_tokens=False).ids
-    reply = client.completions.create(
-        model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True
-    )
-    assert [choice.text[:4] for choice in reply.choices] == ["I wo", "I wo", "well", "well"]
-    assert complete(client, ids, echo=True).choices[0].text.startswith("you")
-    assert reply.usage.completion_tokens == 12
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_echoes_its_own_prompt(client, world, stream):
+    params = {"prompt": ["I would", "well", ids_of(world, "you")], "n": 2, "max_tokens": 3}
+    plain = complete(client, **params)
+    reply, texts = complete(client, **params, echo=True, stream=stream), [""] * 6
+    for choice in [one for chunk in reply for one in chunk.choices] if stream else reply.choices:
+        texts[choice.index] += choice.text
+    before = [text for text in ("I would", "well", "you") for _ in range(2)]
+    assert texts == [text + choice.text for text, choice in zip(before, plain.choices, strict=True)]
+    assert plain.usage.completion_tokens == 18
 
 
 # As clients ask
@@ -190,16 +178,13 @@ def harness(client, rows, context_lengths):
     lm-evaluation-harness 0.4 reads them; rows: contexts with their continuations.
     """
     body = {"model": MODEL, "prompt": rows, "temperature": 0, "max_tokens": 1, "seed": 1234}
-    body |= {"logprobs": 1, "echo": True}
-    reply = post(client, body, "/v1/completions")
+    reply = post(client, body | {"logprobs": 1, "echo": True}, "/v1/completions")
     assert reply.status_code == 200, reply.text
-    found = []
     choices = sorted(reply.json()["choices"], key=lambda one: one["index"])
     for choice, start in zip(choices, context_lengths, strict=True):
         numbers = choice["logprobs"]["token_logprobs"][start:-1]
         best = [max(one.values()) for one in choice["logprobs"]["top_logprobs"][start:-1]]
-        found.append((sum(numbers), numbers == best))
-    return found
+        yield sum(numbers), numbers == best
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])
@@ -219,7 +204,7 @@ def test_the_harness_reads_likelihoods(client, world, reference, as_tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
+def test_scores_of_samples_and_streams(client, max_tokens):
     params = {"model": MODEL, "prompt": ["I would", "The address is"], "n": 2, "seed": 1}
     params |= {**SCORING, "max_tokens": max_tokens}
     whole = client.completions.create(**params)
@@ -237,33 +222,26 @@ def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
     assert whole.usage.completion_tokens == 4 * max_tokens
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stream": True},
-        {"stream": True, "stream_options": {"include_rounds": True, "include_usage": True}},
-        {"stop": ["x"], "temperature": 1},
-        {"n": 3},
-    ],
-    ids=str,
-)
-def test_no_tokens_are_an_answer_too(client, options):
+SHOWN = {"stream": True, "stream_options": {"include_rounds": True, "include_usage": True}}
+WAYS = [{}, {"stream": True}, SHOWN, {"stop": ["x"], "temperature": 1}, {"n": 3}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_max_tokens_zero(client, options):
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, **options}
     reply = post(client, body, "/v1/completions").text
     choice = json.loads(reply.removeprefix("data: ").split("\n\n")[0])["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
 
 
-def test_a_prompt_may_fill_the_context_where_no_answer_follows(client):
+def test_a_scored_prompt_may_fill_the_context(client):
     ids = [7] * MAX_LENGTH
     assert len(scores(complete(client, ids, **SCORING))) == MAX_LENGTH
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1}
     assert post(client, body, "/v1/completions").json()["error"]["param"] == "prompt"
 
 
-def test_a_client_that_leaves_takes_its_scores_with_it(world):
-    """A request is cancelled between two parts of its prompt; others have their own numbers."""
+def test_cancelling_a_scored_prompt(world):
     asked = prompts()
     alone = scored(world.engine(), asked)
     engine = world.engine(prefill_chunk=16)
@@ -283,8 +261,7 @@ def test_a_client_that_leaves_takes_its_scores_with_it(world):
     }
 
 
-def test_many_scores_are_written_off_the_event_loop(client, monkeypatch):
-    """Of a stream; whole answers always are."""
+def test_many_scores_are_written_in_a_thread(client, monkeypatch):
     written, chunk = [], TextWriter.chunk
     monkeypatch.setattr(answers, "LONG_ECHO", 8)
 

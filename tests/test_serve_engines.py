@@ -1,8 +1,4 @@
-"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head. Neither is
-needed here.
-"""
-
-from __future__ import annotations
+"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head."""
 
 import json
 import shlex
@@ -30,7 +26,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A folder laid out as by `eyas export`, with just enough to recognise its two forms."""
+    """As `eyas export` makes it, with just enough to recognise its two forms."""
     folder = tmp_path_factory.mktemp("a head")
     for form, config in (("sglang", {}), ("vllm", {"speculators_model_type": "eagle3"})):
         (folder / form).mkdir()
@@ -39,7 +35,7 @@ def head(tmp_path_factory):
 
 
 def options(arguments):
-    """Flags with their values, behind the command's first words."""
+    """Flags with their values."""
     first = next(number for number, one in enumerate(arguments) if one.startswith("--"))
     arguments = [one for one in arguments if one != "--enable-metrics"]
     assert len(arguments[first:]) % 2 == 0
@@ -95,7 +91,7 @@ def test_vllm_gets_the_head_and_the_address(target, head):
     }
 
 
-def test_the_model_has_the_name_that_our_server_gives_it(target, head):
+def test_the_model_has_our_servers_name(target, head):
     for engine in EngineName:
         for settings in ({}, {"model": "mine"}):
             asked = config(target, head, CHAIN, **settings)
@@ -109,20 +105,19 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
     "engine", [{"speculation": "fixed(3,4,8)"}, {"speculation": "auto(3,1,8)"}]
 )
 def test_a_tree_is_refused_for_vllm(target, head, engine):
-    """It drafts chains, and one that was asked for a tree would be thought to draft it."""
     with pytest.raises(ConfigError, match="vLLM drafts chains"):
         engine_command(EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine))
 
 
 @pytest.mark.parametrize(("engine", "steps"), [({}, 6), ({"speculation": "auto(3,1,4)"}, 3)])
-def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):
+def test_defaults_are_no_explicit_tree(target, head, engine, steps):
     asked = ServeConfig(target=target, head=str(head), engine=engine)
     command = engine_command(EngineName.VLLM, asked)
     speculation = json.loads(options(command)["--speculative-config"])
     assert speculation["num_speculative_tokens"] == steps
 
 
-def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
+def test_a_folder_in_the_engines_form(target, head):
     command = engine_command(EngineName.SGLANG, config(target, head / "sglang"))
     assert options(command)["--speculative-draft-model-path"] == str(head / "sglang")
     with pytest.raises(InputError, match="vLLM's form"):
@@ -144,16 +139,14 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
         {"engine": {"speculation": "off"}},
     ],
 )
-def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, settings):
+def test_settings_without_a_flag_are_refused(target, head, settings):
     for engine in EngineName:
         with pytest.raises(ConfigError, match=r"no known flag|speculation is off"):
             engine_command(engine, config(target, head, CHAIN, **settings))
 
 
 @pytest.mark.parametrize("engine", EngineName)
-def test_without_a_head_the_target_is_served_plainly_on_the_gpus_that_are_named(
-    target, engine, monkeypatch
-):
+def test_plain_serving_on_named_gpus(target, engine, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plain = ServeConfig(target=target)
     given = options(engine_command(engine, plain))
@@ -169,14 +162,14 @@ def test_without_a_head_the_target_is_served_plainly_on_the_gpus_that_are_named(
         engine_command(engine, plain, gpus=(2,))
 
 
-def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
+def test_a_missing_engine_is_an_error(target, head, monkeypatch):
     monkeypatch.setattr(EngineName, "version", lambda *_: None)
     for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
         with pytest.raises(EyasError, match=f"{title} is not installed"):
             become(engine, engine_command(engine, config(target, head, CHAIN)))
 
 
-def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
+def test_an_installed_engine_replaces_the_process(target, head, monkeypatch):
     started = []
     monkeypatch.setattr(EngineName, "version", lambda *_: (1, 0, 0))
     monkeypatch.setattr(launch.os, "execvp", lambda *given: started.append(given))
@@ -190,9 +183,9 @@ def test_the_command_line(target, head):
         return CliRunner().invoke(build(["serve"]), ["serve", "-t", target, *arguments])
 
     words = ["--head", str(head), "--engine", "sglang", "--print-command", "--port", "7"]
-    told = run(*words, "--engine-args", "--tp 2")
-    assert told.exit_code == 0, told.output
-    arguments = shlex.split(told.output.strip().splitlines()[-1])
+    shown = run(*words, "--engine-args", "--tp 2")
+    assert shown.exit_code == 0, shown.output
+    arguments = shlex.split(shown.output.strip().splitlines()[-1])
     assert options(arguments)["--port"] == "7"
     assert arguments[-2:] == ["--tp", "2"]
     assert run("--engine", "llama", "--print-command").exit_code == 2
@@ -224,7 +217,7 @@ def test_a_server_of_hidden_states_on_a_gpu(target, engine, flag):
         (["generate", "nowhere", "-t", "T", "-o", "out", "--server", "http://localhost:1"], None),
     ],
 )
-def test_on_a_gpu_a_command_names_the_engines_that_use_it(words, advice, monkeypatch, tmp_path):
+def test_commands_on_a_gpu_name_the_engines(words, advice, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serve, "serve", lambda config, on_ready: None)
     for is_there in (True, False):

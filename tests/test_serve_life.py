@@ -1,6 +1,4 @@
-"""A server's life: models, health, a thread or a process, clients that leave, an engine that fails,
-the end.
-"""
+"""A server's life: health, clients that leave, an engine that fails, another head, the end."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -36,20 +34,38 @@ from eyas.serve.metrics import Metrics
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.writers import CompletionWriter
 from tests.object_stores import free_port
-from tests.serving import MAX_LENGTH, MODEL, GatedEngine, ask, connected, health
+from tests.serving import (
+    MAX_LENGTH,
+    MODEL,
+    GatedEngine,
+    ask,
+    connected,
+    health,
+    text_of,
+    wait_for_requests,
+)
 from tests.tiny_head import head_folder
+
+
+def process_config(world):
+    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
+    return ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
+
+
+@contextmanager
+def closable(served):
+    """A client that outlives its server, what ends the server in a thread, and the threads."""
+    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
+        url = server.enter_context(served).url
+        yield clients.enter_context(connected(url)), lambda: pool.submit(server.close), pool
 
 
 def test_models_and_health(client):
     (card,) = client.models.list().data
     assert card.id == MODEL
-    told = {"model": MODEL, "dtype": "float32", "has_head": False, "text_drafts": False}
-    assert card.eyas == told | {
-        "max_length": MAX_LENGTH,
-        "context": None,
-        "target_fingerprint": None,
-        "hub_id": None,
-    }
+    facts = {"model": MODEL, "dtype": "float32", "has_head": False, "text_drafts": False}
+    unknown = dict.fromkeys(("context", "target_fingerprint", "hub_id"))
+    assert card.eyas == facts | unknown | {"max_length": MAX_LENGTH}
     assert health(client).json() == {"status": "ok", "requests": 0}
 
 
@@ -68,7 +84,7 @@ def test_worker_sleeps_when_idle(world, monkeypatch):
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_request(world, stream, rounds):
+def test_a_disconnect_cancels_the_request(world, stream, rounds):
     engine = world.engine(GatedEngine)
     with world.served(engine) as client:
         if rounds:
@@ -86,7 +102,7 @@ def test_a_client_that_leaves_cancels_its_request(world, stream, rounds):
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
+def test_a_failed_engine_fails_all_requests(world, caplog):
     """The log has the error's type and places; its message may quote a request."""
     engine, said = world.engine(GatedEngine, max_batch=1), "the engine failed: RuntimeError"
     with world.served(engine) as client:
@@ -116,7 +132,7 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
 # Another head
 
 
-def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tmp_path, caplog):
+def test_swapping_heads_keeps_the_answers(world, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="eyas.serve")
     heads, keys = tmp_path / "heads", tmp_path / "keys"
     keys.write_text("a-key\n")
@@ -142,11 +158,11 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
         streams = [pool.submit(ask, asking, max_tokens=150) for _ in range(4)]
         for number in range(8):
             name = f"head-{1 + number % 2}"
-            told = swap(name)
-            assert (told.status_code, told.json()) == (200, {"head": name, "before": before})
+            reply = swap(name)
+            assert (reply.status_code, reply.json()) == (200, {"head": name, "before": before})
             before = name
         for stream in streams:
-            assert stream.result().choices[0].message.content == truth
+            assert text_of(stream.result()) == truth
         (heads / "linked").mkdir()
         for path in (tmp_path / "head").iterdir():
             (heads / "linked" / path.name).symlink_to(path)
@@ -156,19 +172,19 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
             ("small", 400, "draft_vocab_size of the head is 16, of the served one 64: restart"),
             ("broken", 400, "broken"),
         ):
-            told = swap(name)
-            assert (told.status_code, told.json()["error"]["param"]) == (status, "head")
-            assert what in told.json()["error"]["message"]
-            assert str(tmp_path) not in told.text
+            reply = swap(name)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (status, "head")
+            assert what in reply.json()["error"]["message"]
+            assert str(tmp_path) not in reply.text
         assert swap("head-1", "another key").status_code == 401
-        assert ask(asking, max_tokens=150).choices[0].message.content == truth
+        assert text_of(ask(asking, max_tokens=150)) == truth
         assert ask(asking).usage.eyas["accept_hist"]
     swapped = [one.data for one in caplog.records if one.getMessage() == "another head drafts"]
     assert [one["head"] for one in swapped] == ["head-1", "head-2"] * 4
 
 
-def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_path):
-    """`cp` over a file that is mapped cuts it short first: what is read there is SIGBUS."""
+def test_overwriting_a_swapped_heads_files(world, tmp_path):
+    """`cp` cuts a mapped file short first: reading it then is SIGBUS."""
     head_folder(world.folder, tmp_path / "heads" / "a")
     copy_head(tmp_path / "heads", "a", str(tmp_path / "copy"))
     engine = world.drafting(tmp_path / "head", "fixed(2,2,4)")
@@ -182,12 +198,9 @@ def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_p
     assert len(result.token_ids) == 20
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
-def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
-    """What runs and what waits is answered to its end, also where it is told so again."""
-    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
-    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+def test_signals_let_requests_finish(world):
+    """The first ends the server, whichever it is; later ones are ignored."""
+    command = [sys.executable, "-m", "eyas.serve", process_config(world).model_dump_json()]
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
@@ -200,12 +213,12 @@ def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
             waiting = pool.submit(ask, client)
             while health(client).json()["requests"] < 2 and not waiting.done():
                 time.sleep(0.01)
-            for one in signals:
+            for one in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
                 process.send_signal(one)
                 time.sleep(0.02)
-            text += "".join(piece.choices[0].delta.content or "" for piece in reply)
-            assert waiting.result().choices[0].message.content == world.truth(max_tokens=24)[0]
-            process.send_signal(signals[-1])
+            text += text_of(reply)
+            assert text_of(waiting.result()) == world.truth(max_tokens=24)[0]
+            process.send_signal(signal.SIGINT)
         _, printed = process.communicate()
     assert text == world.truth(max_tokens=150)[0]
     assert (process.returncode, "Traceback" in printed) == (0, False), printed
@@ -213,23 +226,22 @@ def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
         httpx.get(f"{url}/health")
 
 
-def test_a_server_swaps_heads_only_where_it_was_told_to(client, tmp_path):
-    told = httpx.post(f"{client.url}/v1/head", json={"head": "a"})
-    assert (told.status_code, told.json()["error"]["code"]) == (403, "head_is_fixed")
+def test_swapping_heads_needs_a_folder_and_keys(client, tmp_path):
+    reply = httpx.post(f"{client.url}/v1/head", json={"head": "a"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "head_is_fixed")
     with pytest.raises(ConfigError, match="no API keys"):
         create_app(MODEL, LimitsConfig(heads=tmp_path))
 
 
-def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
+def test_a_draining_server_finishes_what_runs(world):
     """Nothing new is taken; health and counters answer until the last word is sent."""
     engine = world.engine(GatedEngine)
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
-        url = server.enter_context(world.served(engine)).url
-        client = clients.enter_context(connected(url))
+    with closable(world.served(engine)) as (client, end, pool):
+        url = client.url
         engine.gate.release()
         reply = ask(client, stream=True)
         text = next(reply).choices[0].delta.content
-        leaving = pool.submit(server.close)
+        leaving = end()
         while health(client).status_code == 200:
             time.sleep(0.01)
         assert health(client).json() == {"status": "draining", "requests": 1}
@@ -244,32 +256,30 @@ def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
         assert refused.value.response.headers["connection"] == "close"
         assert not leaving.done()
         engine.gate.release(100)
-        text += "".join(piece.choices[0].delta.content or "" for piece in reply)
+        text += text_of(reply)
         leaving.result()
     assert text == world.truth(max_tokens=24)[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
 
-def test_who_reads_the_counters_regularly_has_the_last_of_them(world):
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(1) as pool:
-        url = server.enter_context(world.served()).url
-        client = clients.enter_context(connected(url))
+def test_the_end_waits_for_a_regular_scraper(world):
+    with closable(world.served()) as (client, end, _):
         for _ in range(2):
-            httpx.get(f"{url}/metrics")
+            httpx.get(f"{client.url}/metrics")
             time.sleep(1)
         ask(client, max_tokens=7)
-        leaving = pool.submit(server.close)
+        leaving = end()
         while health(client).status_code == 200:
             time.sleep(0.01)
         assert not leaving.done()
-        page = httpx.get(f"{url}/metrics").text
+        page = httpx.get(f"{client.url}/metrics").text
         leaving.result(5)
     assert "eyas:generation_tokens_total" in page
     assert 'finished_reason="length",model_name="tiny"} 1.0' in page
 
 
-def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch):
+def test_when_a_scrape_is_awaited(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     metrics = Metrics("m")
@@ -285,13 +295,12 @@ def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch)
     assert not metrics.is_awaited
 
 
-def test_a_server_ends_with_the_process_that_started_it_however_that_ends(world):
-    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
+def test_a_server_ends_with_its_parent(world):
     code = f"""
 import time
 from eyas.serve.server import ServeConfig, running_server
-with running_server(ServeConfig.model_validate_json({config.model_dump_json()!r})) as url:
+given = {process_config(world).model_dump_json()!r}
+with running_server(ServeConfig.model_validate_json(given)) as url:
     print(url, flush=True)
     time.sleep(600)
 """
@@ -312,18 +321,15 @@ with running_server(ServeConfig.model_validate_json({config.model_dump_json()!r}
     pytest.fail("it runs on")
 
 
-def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
+def test_requests_fail_after_shutdown_s(world):
     engine = world.engine(GatedEngine)
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
-        url = server.enter_context(world.served(engine, LimitsConfig(shutdown_s=0.3))).url
-        client = clients.enter_context(connected(url))
+    with closable(world.served(engine, LimitsConfig(shutdown_s=0.3))) as (client, end, pool):
         engine.gate.release()
         begun = ask(client, stream=True, max_tokens=100)
         next(begun)
         whole = pool.submit(ask, client)
-        while health(client).json()["requests"] < 2:
-            time.sleep(0.01)
-        leaving = pool.submit(server.close)
+        wait_for_requests(client, lambda count: count >= 2)
+        leaving = end()
         with pytest.raises(openai.APIError, match="shutting down"):
             list(begun)
         with pytest.raises(openai.InternalServerError) as stopped:
@@ -333,7 +339,7 @@ def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
         leaving.result()
 
 
-def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatch):
+def test_a_server_that_ends_before_it_is_ready(tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho a library says hello\nexit 2\n")
     script.chmod(0o755)
@@ -343,7 +349,7 @@ def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatc
         pytest.fail("it started")
 
 
-def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
+def test_a_server_that_cannot_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["serve", ServeConfig(target=str(tmp_path / "none"), port=0).model_dump_json()]
     )
@@ -354,10 +360,9 @@ def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
     assert "no target folder" in capsys.readouterr().err
 
 
-def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypatch, capsys):
-    """Vertex AI restarts a container that does not listen; and the first process of a container
-    must handle SIGTERM itself.
-    """
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_it_listens_and_ends_while_the_model_loads(monkeypatch, capsys, kind):
+    """Vertex AI restarts a container that does not listen."""
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     seen = []
 
@@ -366,7 +371,7 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
         seen.append(httpx.get(f"{url}/health"))
         seen.append(httpx.get(f"{url}/v1/models"))
         assert httpx.get(f"{url}/metrics").status_code == httpx.get(url).status_code == 200
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(kind)
         pytest.fail("it went on loading")
 
     monkeypatch.setattr("eyas.serve.server.load", loading)
@@ -385,9 +390,7 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
     assert capsys.readouterr().out == ""  # it was never ready
 
 
-def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypatch):
-    """As it drops one that is raised while weak references are collected."""
-
+def test_a_signals_dropped_exception_still_ends_the_server(monkeypatch):
     class Dropped:
         def __del__(self):
             signal.raise_signal(signal.SIGTERM)
@@ -405,7 +408,7 @@ def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypat
     ("given", "warns"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "vertex": {}}, False)],
 )
-def test_a_server_that_is_open_to_all_says_so(monkeypatch, caplog, given, warns):
+def test_an_open_server_warns(monkeypatch, caplog, given, warns):
     monkeypatch.setattr("eyas.serve.server.load", lambda config: None)
     monkeypatch.setattr(UvicornServer, "open", lambda server, service: None)
 
@@ -436,27 +439,25 @@ def test_the_file_of_keys_is_read_once(tmp_path, monkeypatch):
     assert reads.count(keys) == 1
 
 
-def test_a_time_without_end_is_refused():
+def test_infinite_times_are_refused():
     with pytest.raises(ValidationError, match="finite"):
         LimitsConfig(shutdown_s=float("inf"))
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 80000])
-def test_a_port_that_no_address_has_is_refused(port):
+def test_impossible_ports_are_refused(port):
     with pytest.raises(ValidationError, match=r"port\n  Input should be (less|greater) than"):
         ServeConfig(target="t", port=port)
 
 
-def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
+def test_a_port_in_use_is_refused_first(client):
     port = int(client.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot listen"):
         serve(ServeConfig(target="not looked at", port=port))
 
 
 def test_small_chunks_are_sent_at_once():
-    """Else, after the headers, a stream's first tokens wait some 40 ms for their receipt (Nagle's
-    algorithm).
-    """
+    """Else a stream's second chunk waits 40 ms (Nagle's algorithm)."""
 
     async def no_delay():
         seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -475,10 +476,8 @@ def test_small_chunks_are_sent_at_once():
     assert asyncio.run(no_delay()) != 0
 
 
-def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(
-    client, monkeypatch, caplog
-):
-    pushes = []
+def test_an_internal_error_in_a_stream(client, monkeypatch, caplog):
+    pushes, original = [], CompletionWriter.chunk
 
     def push(self, update):
         pushes.append(update)
@@ -486,7 +485,6 @@ def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_word
             raise RuntimeError("quotes what somebody wrote")
         return original(self, update)
 
-    original = CompletionWriter.chunk
     monkeypatch.setattr(CompletionWriter, "chunk", push)
     with pytest.raises(openai.APIError, match="internal error: RuntimeError"):
         list(ask(client, stream=True, max_tokens=8))

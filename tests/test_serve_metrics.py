@@ -1,8 +1,4 @@
-"""What a server tells of itself: metrics that Prometheus can read and that add up, and a line of
-log for each request.
-"""
-
-from __future__ import annotations
+"""Metrics that Prometheus can read and that add up, and a line of log for each request."""
 
 import json
 import logging
@@ -31,7 +27,7 @@ def speculating(world, tmp_path):
 
 
 def scraped(client):
-    """Samples by name and labels but the model's, which all must have."""
+    """Samples by name and labels; all have the model's."""
     page = httpx.get(f"{client.url}/metrics")
     assert page.headers["content-type"].startswith("text/plain")
     found = {}
@@ -45,10 +41,8 @@ def scraped(client):
     return found
 
 
-def test_metrics_add_up_to_the_requests_that_were_made(speculating):
-    replies = [
-        ask(speculating, max_tokens=tokens, n=samples) for tokens, samples in ((24, 1), (10, 2))
-    ]
+def test_metrics_add_up(speculating):
+    replies = [ask(speculating, max_tokens=most, n=n) for most, n in ((24, 1), (10, 2))]
     list(ask(speculating, max_tokens=12, stream=True))
     post(speculating, {"model": MODEL, "messages": []})
     refused = post(speculating, {"model": MODEL, "messages": MESSAGES, "guided_regex": "("})
@@ -73,7 +67,7 @@ def test_metrics_add_up_to_the_requests_that_were_made(speculating):
     assert 0 <= found["eyas:device_idle_share",] < 1
 
 
-def test_speculation_is_told_by_position_and_against_its_prediction(speculating):
+def test_metrics_of_speculation(speculating):
     replies = [ask(speculating, max_tokens=40, seed=seed, temperature=0.7) for seed in range(4)]
     found = scraped(speculating)
     hists = [reply.usage.eyas["accept_hist"] for reply in replies]
@@ -99,7 +93,7 @@ def test_sglang_s_benchmark_reads_tau(speculating, path):
     assert info["served_model_name"] == MODEL
 
 
-def test_a_request_is_one_line_of_log_with_its_id(speculating, caplog):
+def test_one_line_of_log_per_request(speculating, caplog):
     caplog.set_level(logging.INFO, logger="eyas.serve")
     name = {"x-request-id": "from-the-client"}
     reply = post(speculating, {**HI, "max_tokens": 9}, headers=name)
@@ -121,7 +115,7 @@ def test_a_request_is_one_line_of_log_with_its_id(speculating, caplog):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_trace_of_a_request_is_in_the_log_and_in_the_answer(speculating, caplog, is_stream):
+def test_traceparent_is_in_log_and_answer(speculating, caplog, is_stream):
     caplog.set_level(logging.INFO, logger="eyas.serve")
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     body = {**HI, "max_tokens": 2, "stream": is_stream}
@@ -138,8 +132,8 @@ def test_the_trace_of_a_request_is_in_the_log_and_in_the_answer(speculating, cap
     assert [one.get("traceparent") for one in logged()] == [trace, None]
 
 
-def test_a_server_tells_what_its_own_head_s_card_promises(world, tmp_path):
-    """Of the drafts that it makes, from the first scrape on; of a form, from the export's card."""
+def test_metrics_of_the_heads_card(world, tmp_path):
+    """Of the drafts that it makes, from the first scrape on."""
     head = head_folder(world.folder, tmp_path / "export" / "sglang")
     figures = {"num_draft_steps": 2, "rounds": 900, "answers": 50, "acceptance_by_position": [0.5]}
     figures |= {"speculation": "fixed(2,2,4)", "tau_interval": [1.5, 1.7]}
@@ -160,7 +154,7 @@ def test_a_server_tells_what_its_own_head_s_card_promises(world, tmp_path):
     assert not served("off").card  # no promise is made of it
 
 
-def test_an_engine_that_has_failed_still_has_a_page(world):
+def test_metrics_of_a_failed_engine(world):
     engine = world.engine()
     with world.served(engine) as client:
         ask(client, max_tokens=2)

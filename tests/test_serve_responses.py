@@ -1,6 +1,4 @@
-"""/v1/responses by the `openai` client: the answers are those of chat completions, and events and
-items are what the client's own accumulator expects.
-"""
+"""/v1/responses by the `openai` client: answers are those of chat completions, in its own items."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.serving import CALL, MESSAGES, MODEL, TOOLS, ask, post, saying
-from tests.test_serve_api import SCHEMA
+from tests.serving import CALL, MESSAGES, MODEL, TOOLS, ask, post, saying, text_of
+from tests.test_serve_api import FUNCTION, SCHEMA
 
 TEXT = MESSAGES[0]["content"]
 IMAGE = {"type": "input_image", "image_url": "x"}
@@ -35,25 +33,20 @@ def respond(client, content=TEXT, **params):
     return client.responses.create(model=MODEL, input=content, **params)
 
 
-def chat_text(client, messages=MESSAGES, **params):
-    return ask(client, messages, **params).choices[0].message.content
-
-
 # Answers
 
 
 def test_an_answer_is_that_of_a_chat(client):
     reply = respond(client)
-    assert reply.output_text == chat_text(client)
+    assert reply.output_text == text_of(ask(client))
     assert (reply.object, reply.model, reply.store) == ("response", MODEL, False)
-    chat = ask(client).usage
-    assert reply.usage.input_tokens == chat.prompt_tokens
-    assert reply.usage.output_tokens == chat.completion_tokens
-    assert reply.usage.total_tokens == chat.total_tokens
-    assert reply.usage.eyas["rounds"] == 0
+    chat, usage = ask(client).usage, reply.usage
+    counts = usage.input_tokens, usage.output_tokens, usage.total_tokens
+    assert counts == (chat.prompt_tokens, chat.completion_tokens, chat.total_tokens)
+    assert usage.eyas["rounds"] == 0
 
 
-def test_an_answer_without_room_is_incomplete(client):
+def test_a_cut_answer_is_incomplete(client):
     reply = respond(client, max_output_tokens=3)
     assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert reply.output[0].status == "incomplete"
@@ -61,7 +54,7 @@ def test_an_answer_without_room_is_incomplete(client):
 
 
 def test_items_are_turns(client):
-    """An answer is sent back as it came, as a client without a store does."""
+    """An answer comes back as it was, as clients without a store send it."""
     first = respond(client, instructions="Be brief.")
     follow = [
         {"role": "user", "content": [{"type": "input_text", "text": TEXT}]},
@@ -75,7 +68,7 @@ def test_items_are_turns(client):
         {"role": "user", "content": "And at noon?"},
     ]
     reply = respond(client, follow, instructions="Be brief.")
-    assert reply.output_text == chat_text(client, turns)
+    assert reply.output_text == text_of(ask(client, turns))
 
 
 def test_what_changes_no_output_is_accepted(client):
@@ -88,7 +81,7 @@ def test_what_changes_no_output_is_accepted(client):
         "text": {"verbosity": "low", "format": {"type": "text"}},
     }
     reply = respond(client, **fields)
-    assert reply.output_text == chat_text(client)
+    assert reply.output_text == text_of(ask(client))
     assert (reply.store, reply.metadata) == (False, {"run": "7"})
     nothing = dict.fromkeys(("instructions", "tools", "previous_response_id", "text", "metadata"))
     body = {"model": MODEL, "input": TEXT, "temperature": 0, "max_output_tokens": 24, **nothing}
@@ -126,21 +119,15 @@ def test_an_answer_follows_its_schema(client):
 # Streams
 
 
-def test_events_of_a_message_are_in_openai_s_order(client):
+def test_events_are_in_openais_order(client):
     events = list(respond(client, stream=True, max_output_tokens=4))
-    kinds = [event.type for event in events]
-    num_deltas = kinds.count("response.output_text.delta")
+    kinds = [event.type.removeprefix("response.") for event in events]
+    num_deltas = kinds.count("output_text.delta")
     assert num_deltas > 1
     assert kinds == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * num_deltas,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * num_deltas,
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -151,7 +138,7 @@ def test_events_of_a_message_are_in_openai_s_order(client):
     assert ids == {events[-1].response.output[0].id}
 
 
-def test_every_event_has_its_name_and_there_is_no_done(client):
+def test_events_have_names_and_no_done(client):
     body = {"model": MODEL, "input": TEXT, "max_output_tokens": 2, "stream": True}
     reply = post(client, body, "/v1/responses")
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -161,8 +148,8 @@ def test_every_event_has_its_name_and_there_is_no_done(client):
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
-def test_a_number_that_no_answer_can_repeat_is_refused(client, number):
-    asked = {"model": MODEL, "input": TEXT, "tool_choice": "none", "max_output_tokens": 2}
+def test_infinite_numbers_are_refused(client, number):
+    asked = {"model": MODEL, "input": TEXT, "tool_choice": "none"}
     for more in (
         {"tools": [{"type": "function", "name": "a", "parameters": {"x": [0.5]}}]},
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"x": 0.5}}}},
@@ -174,7 +161,7 @@ def test_a_number_that_no_answer_can_repeat_is_refused(client, number):
         assert "infinite or NaN" in reply.json()["error"]["message"]
 
 
-def test_the_client_s_own_accumulator_agrees(client):
+def test_the_clients_accumulator_agrees(client):
     with client.responses.stream(
         model=MODEL, input=TEXT, temperature=0, max_output_tokens=200, tools=FLAT_TOOLS
     ) as stream:
@@ -189,7 +176,7 @@ def test_the_client_s_own_accumulator_agrees(client):
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_items_in_the_order_of_the_answer(world, per_step, stream):
+def test_calls_are_items_in_order(world, per_step, stream):
     with saying(world, f"I will. \n{CALL}\n{CALL}\nDone.", per_step) as (client, engine):
         reply = respond(client, tools=FLAT_TOOLS, stream=stream)
         if stream:
@@ -216,7 +203,8 @@ def test_calls_are_items_in_the_order_of_the_answer(world, per_step, stream):
     assert "Book a table." in shown
 
 
-def test_a_call_and_its_result_come_back_as_turns(world):
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "book"}])
+def test_calls_and_results_are_those_of_a_chat(world, choice):
     items = [
         {"role": "user", "content": TEXT},
         {"role": "assistant", "content": "I will."},
@@ -230,59 +218,57 @@ def test_a_call_and_its_result_come_back_as_turns(world):
         {"role": "assistant", "content": "I will.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "booked"},
     ]
+    of_a_chat = choice if isinstance(choice, str) else {**FUNCTION, "function": {"name": "book"}}
     with saying(world, "Done.") as (client, engine):
-        assert respond(client, items, tools=FLAT_TOOLS).output_text == "Done."
-        ask(client, turns, tools=TOOLS)
-        ours, of_chat = (asked.prompt_ids for asked in engine.asked)
-    assert ours == of_chat
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "book"}])
-def test_a_demanded_call_is_made(client, choice):
-    reply = respond(client, tools=FLAT_TOOLS, tool_choice=choice, max_output_tokens=450)
-    (item,) = reply.output
-    assert item.type == "function_call"
-    assert choice == "required" or item.name == "book"
-    assert isinstance(json.loads(item.arguments), dict)
+        respond(client, items, tools=FLAT_TOOLS, tool_choice=choice)
+        ask(client, turns, tools=TOOLS, tool_choice=of_a_chat)
+        ours, theirs = ((one.prompt_ids, one.params) for one in engine.asked)
+    assert ours == theirs
 
 
 # Refusals
 
 
+REFUSED = {
+    "previous_response_id": "resp_1",
+    "conversation": "conv_1",
+    "background": True,
+    "truncation": "auto",
+    "tool_choice": "required",
+    "tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]],
+    "top_logprobs": 2,
+    "max_output_tokens": 0,
+    "metadata": {str(number): "" for number in range(17)},
+    "stream_options": {"include_obfuscation": True},
+}
+UNKNOWN = {"prompt": {"id": "p"}, "background_options": {}, "n": 2, "messages": MESSAGES}
+CONTENTS = [
+    ([], "input"),
+    ([{"type": "reasoning", "summary": []}], "input"),
+    ("x" * 30_000, "input"),
+    ([{"type": "item_reference", "id": "x"}], "input.0"),
+    ([{"type": 7, "role": "user", "content": "x"}], "input.0"),
+    (["x"], "input.0"),
+    ([{"type": "function_call_output", "output": "x"}], "input.0.call_id"),
+    ([{"role": "user", "content": [IMAGE]}], "input.0.content.0"),
+]
+
+
 @pytest.mark.parametrize(
     ("params", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"extra_body": {"prompt": {"id": "p"}}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        *(({name: value}, name) for name, value in REFUSED.items()),
+        *(({"extra_body": {name: value}}, name) for name, value in UNKNOWN.items()),
+        *(({"content": content}, param) for content, param in CONTENTS),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"extra_body": {"background_options": {}}}, "background_options"),
         ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
-        ({"tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search"]}, "include.0"),
-        ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"], "tools": FLAT_TOOLS}, "include"),
         ({"reasoning": {"effort": "fast"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"extra_body": {"n": 2}}, "n"),
-        ({"extra_body": {"messages": MESSAGES}}, "messages"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
-        ({"content": []}, "input"),
-        ({"content": [{"type": "reasoning", "summary": []}]}, "input"),
-        ({"content": "x" * 30_000}, "input"),
-        ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"content": [{"type": 7, "role": "user", "content": "x"}]}, "input.0"),
-        ({"content": ["x"]}, "input.0"),
-        ({"content": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
-        ({"content": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0"),
     ],
 )
-def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, param):
+def test_refusals_name_the_field(client, params, param):
     with pytest.raises(openai.BadRequestError) as refused:
         respond(client, **params)
     assert refused.value.param.startswith(param)
@@ -290,8 +276,7 @@ def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, 
     assert param != "input.0.content.0" or "input_image: this server reads no" in str(refused.value)
 
 
-def test_what_agents_send_along_is_left_out(world, caplog):
-    """Tools of OpenAI's servers, and thoughts of an answer that comes back."""
+def test_hosted_tools_and_reasoning_are_left_out(world, caplog):
     with saying(world, "Done.") as (client, engine):
         hosted = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
         thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
@@ -309,7 +294,7 @@ def test_what_agents_send_along_is_left_out(world, caplog):
     }
 
 
-def test_nothing_can_be_fetched_again(client):
+def test_responses_cannot_be_fetched(client):
     reply = httpx.get(f"{client.url}/v1/responses/resp_1")
     assert reply.status_code == 404
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,8 +1,4 @@
-"""Text as it leaves a server: tokens to text in any portions, the bytes of tokens, calls out of
-words.
-"""
-
-from __future__ import annotations
+"""Tokens to text in any portions, the bytes of tokens, calls out of words."""
 
 import itertools
 import json
@@ -17,7 +13,7 @@ from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CallReader, whole_calls
 from tests.tiny import tiny_target
 
-TOKENS = st.lists(st.integers(3, 319), max_size=150)
+TOKENS = st.lists(st.integers(0, 319), max_size=150)
 CUTS = st.lists(st.integers(0, 150), max_size=20)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
 
@@ -43,27 +39,24 @@ def streamed(tokenizer, tokens, cuts):
 
 
 def read(text, cuts):
-    """A reader of calls, and what it makes of a text in portions."""
     reader = CallReader()
     parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
     return reader, whole_calls(parts + reader.finish())
 
 
 @given(tokens=TOKENS, cuts=CUTS)
-def test_the_text_is_that_of_all_tokens_however_they_come(chat, tokenizer, tokens, cuts):
+def test_streamed_text_is_decode(chat, tokenizer, tokens, cuts):
     assert streamed(tokenizer, tokens, cuts) == chat.decode(tokens)
 
 
 @given(values=st.lists(st.integers(128, 255), max_size=120), cuts=CUTS)
-def test_bytes_of_every_kind_come_out_as_they_would_at_once(tokenizer, chat, values, cuts):
-    of_byte = {
-        tokenizer.piece(token): token for token in range(3, 320) if len(tokenizer.piece(token)) == 1
-    }
-    tokens = [of_byte[bytes([value])] for value in values]
+def test_streamed_bytes_are_decode(tokenizer, chat, values, cuts):
+    of_bytes = {tokenizer.piece(token): token for token in range(3, 320)}
+    tokens = [of_bytes[bytes([value])] for value in values]
     assert streamed(tokenizer, tokens, cuts) == chat.decode(tokens)
 
 
-def test_bytes_that_never_become_a_character_do_not_pile_up():
+def test_broken_bytes_do_not_pile_up():
     longest = 0
 
     def decode(ids):
@@ -82,7 +75,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
     assert b"".join(map(tokenizer.piece, tokenizer.encode(text))) == text.encode()
 
 
-def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
+def test_least_tokens_is_a_lower_bound(tokenizer):
     text = "The address is 71 North Street." * 20
     assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text))
     assert tokenizer.least_tokens(10**6) > 1000
@@ -91,7 +84,7 @@ def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
 @given(
     cuts=CUTS, words=st.sampled_from(["", "I will. ", " <tool ", "a\n\n"]), calls=st.integers(0, 3)
 )
-def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
+def test_words_and_calls_are_separated(cuts, words, calls):
     _, parts = read(words + CALL * calls, cuts)
     texts = [part for part in parts if isinstance(part, str)]
     assert "".join(texts) == (words.rstrip() if calls else words)
@@ -102,8 +95,7 @@ def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
 
 
 @given(cuts=CUTS, length=st.integers(0, 200))
-def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, length):
-    """Whatever is cut: the words and the arguments so far are those of the whole."""
+def test_a_cut_call_is_a_part_of_a_call(cuts, length):
     text, begun = f"I will. {CALL}", CALL.index("{", CALL.index("{") + 1)
     reader, parts = read(text[:length], cuts)
     words = "".join(part for part in parts if isinstance(part, str))
@@ -120,10 +112,7 @@ def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, len
 NO_NAMES = [f'{{"name": "{name}", "arguments": {{}}}}' for name in (r"\x", r"\ud8", "a\tb")]
 
 
-def test_what_is_no_json_between_tags_ends_there():
-    """An object that is never closed, not a string; halves of characters and raw ends of lines,
-    which no answer may hold; names that are no JSON.
-    """
+def test_broken_json_between_tags():
     for block, words, arguments in (
         ('{"name": "f", "arguments": {"a": 1}', " x", '{"a": 1}'),
         ('{"name": "f", "arguments": {"a": 1', " x", '{"a": 1'),
@@ -148,7 +137,6 @@ def test_text_without_a_call_is_all_shown(text, cuts):
 
 @given(cuts=CUTS, count=st.integers(1, 3))
 def test_a_tag_may_hold_a_list_of_calls(cuts, count):
-    """As SmolLM2 writes them."""
     calls = [{"name": f"f{number}", "arguments": {"a": [number]}} for number in range(count)]
     text = f"<tool_call>{json.dumps(calls)}</tool_call>"
     _, parts = read(text, cuts)

@@ -1,8 +1,4 @@
-"""Tools through templates that have them: what a client sends, what the target reads, what it
-writes, and what the client gets, at chat completions and at responses.
-"""
-
-from __future__ import annotations
+"""Tools, through templates with and without them: what the target reads, what the client gets."""
 
 import json
 import shutil
@@ -29,7 +25,6 @@ ARGUMENTS = '{"party": 2, "indoors": true}'
 
 
 def talking_qwen(folder):
-    """Its template tells the target how to call, as Qwen3's does."""
     how = "Tools, each called as <tool_call>JSON</tool_call>:"
     like_qwen(folder, LIKE_QWEN.replace("Tools:", how))
 
@@ -75,23 +70,16 @@ def client(world):
 
 
 def shown(world, engine, number=0):
-    """The prompt of a request, role tokens included."""
     return world.chat.tokenizer.decode(engine.asked[number].prompt_ids, skip_special_tokens=False)
 
 
-def test_a_call_goes_out_and_its_result_comes_back(world):
-    """Two calls behind thoughts; then the turn that has their results."""
-    said = "<think>\nTwo.\n</think>\n\nI will."
-    said += "".join(
-        f'\n<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
-        for _ in range(2)
-    )
+def test_calls_and_results(world):
+    said = f"<think>\nTwo.\n</think>\n\nI will.\n{IN_TAGS}\n{IN_TAGS}"
     with saying(world, said) as (client, engine):
         message = ask(client, QUESTION, tools=TOOLS).choices[0].message
         assert message.content == said.split("\n<tool_call>")[0]
-        assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
-            json.loads(ARGUMENTS)
-        ] * 2
+        arguments = [json.loads(call.function.arguments) for call in message.tool_calls]
+        assert arguments == [json.loads(ARGUMENTS)] * 2
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": f"booked {place}"}
             for place, call in enumerate(message.tool_calls)
@@ -99,7 +87,7 @@ def test_a_call_goes_out_and_its_result_comes_back(world):
         ask(client, [*QUESTION, message.to_dict(), *results], tools=TOOLS)
         first, second = shown(world, engine), shown(world, engine, 1)
     assert "Book a table." in first
-    # the target reads its own answer as it wrote it, and then the results
+    # the target reads its own answer, and then the results
     assert second.startswith(first + said)
     assert second.count("<tool_response>") == 2
     assert second.index("booked 0") < second.index("booked 1")
@@ -107,8 +95,7 @@ def test_a_call_goes_out_and_its_result_comes_back(world):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_demanded_call_follows_its_schema(client, choice, stream):
-    """Whatever the target would say: this one is random."""
+def test_required_calls_follow_their_schema(client, choice, stream):
     params = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "stream": stream}
     reply = ask(client, QUESTION, temperature=1, seed=3, **params)
     if stream:
@@ -128,7 +115,7 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
         assert choice == "required"
 
 
-def test_a_call_that_is_cut_by_max_tokens_is_there_in_part(world):
+def test_a_call_cut_by_max_tokens(world):
     with saying(world, f"I will.\n{IN_TAGS}") as (client, engine):
         engine.script, engine.ending = engine.script[:-8], "length"
         reply = ask(client, QUESTION, tools=TOOLS).choices[0]
@@ -144,8 +131,8 @@ def test_a_call_that_is_cut_by_max_tokens_is_there_in_part(world):
 
 @pytest.mark.parametrize("path", ["chat", "responses"])
 @pytest.mark.parametrize("arguments", ["{'a': 1}", '{"a": Oslo}', '{"a": "b}'])
-def test_a_call_that_no_client_can_read_is_words(world, path, arguments):
-    """In a whole answer; a stream has named it by then."""
+def test_unreadable_calls_are_words(world, path, arguments):
+    """In a whole answer; a stream has sent its name by then."""
     call = f'<tool_call>\n{{"name": "book", "arguments": {arguments}}}\n</tool_call>'
     with saying(world, call) as (client, _):
         if path == "chat":
@@ -159,7 +146,7 @@ def test_a_call_that_no_client_can_read_is_words(world, path, arguments):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_call_alone_ends_the_answer_and_no_tag_within_a_string_does(world, stream):
+def test_a_single_call_ends_the_answer(world, stream):
     """Beside sixteen stop strings, and with special tokens shown."""
     note = '{"note": "</tool_call>"}'
     call = f'<tool_call>\n{{"name": "cancel", "arguments": {note}}}\n</tool_call>'
@@ -179,7 +166,6 @@ def test_one_call_alone_ends_the_answer_and_no_tag_within_a_string_does(world, s
 
 @pytest.mark.parametrize("may_call", [True, False])
 def test_an_answer_of_a_schema_may_be_a_call(plain, may_call):
-    """The grammar lets through the one and the other, and no words."""
     tokenizer, end = plain.chat.tokenizer, plain.chat.eos_token_ids[0]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -197,8 +183,7 @@ def test_an_answer_of_a_schema_may_be_a_call(plain, may_call):
     assert not matcher.mask()[tokenizer.encode("I").ids[0]]
 
 
-def test_tools_far_too_long_are_refused(client, world):
-    """By their characters, unless the longest token has so many of them."""
+def test_too_long_tools_are_refused(client, world):
     text = "x " * 300_000
     long = {"type": "function", "function": {"name": "f", "description": text}}
     with pytest.raises(openai.BadRequestError) as refused:
@@ -208,10 +193,8 @@ def test_tools_far_too_long_are_refused(client, world):
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_calls_in_another_form_are_refused_by_name(tmp_path):
-    """Granite begins calls with a special token and ends them with the turn, and its template
-    leaves earlier ones out.
-    """
+def test_other_forms_of_calls_are_refused(tmp_path):
+    """Granite begins calls with a special token and ends them with the turn."""
     with family(tmp_path, like_granite, 448, "<|end_of_text|>").served() as client:
         with pytest.raises(openai.BadRequestError, match="<tool_call> tags") as refused:
             ask(client, QUESTION, tools=TOOLS)
@@ -224,16 +207,12 @@ def test_calls_in_another_form_are_refused_by_name(tmp_path):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A random target whose template has no tools."""
-    return World.make(
-        tmp_path_factory.mktemp("plain"), eos_token_id=2, max_position_embeddings=MAX_LENGTH
-    )
+    folder = tmp_path_factory.mktemp("plain")
+    return World.make(folder, eos_token_id=2, max_position_embeddings=MAX_LENGTH)
 
 
-CALLED = {
-    "id": "1",
-    "type": "function",
-    "function": {"name": "book", "arguments": ARGUMENTS},
-}
+FUNCTION = {"name": "book", "arguments": ARGUMENTS}
+CALLED = {"id": "1", "type": "function", "function": FUNCTION}
 TURNS = [
     *QUESTION,
     {"role": "assistant", "content": "I will.", "tool_calls": [CALLED, {**CALLED, "id": "2"}]},
@@ -243,10 +222,8 @@ TURNS = [
 IN_TAGS = f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
-def test_a_template_without_tools_shows_them_in_its_messages(plain):
-    """Tools in the system's message, calls in the assistant's, both results in one of the user: the
-    target reads its own answer as it wrote it.
-    """
+def test_the_generic_form_shows_tools_in_messages(plain):
+    """Tools in the system's, calls in the assistant's, both results in one of the user."""
     said = f"I will.\n{IN_TAGS}\n{IN_TAGS}"
     with saying(plain, said) as (client, engine):
         message = ask(client, QUESTION, tools=TOOLS).choices[0].message
@@ -266,7 +243,7 @@ def test_a_template_without_tools_shows_them_in_its_messages(plain):
     assert f"I will.\n{IN_TAGS}" in fourth
 
 
-def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
+def test_the_generic_form_without_a_system_message(tmp_path):
     refuses = "{% if message['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     world = World.make(tmp_path, eos_token_id=2, max_position_embeddings=MAX_LENGTH)
     template = world.chat._template.plain
@@ -280,10 +257,8 @@ def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
 
 
 @pytest.mark.parametrize("may_repeat", [False, True])
-def test_calls_of_the_generic_form_are_held_by_a_grammar(plain, may_repeat):
-    """Also where the target may answer in words: what a random walk writes behind the opening tag
-    is calls of tools, written as history is, and no word follows them.
-    """
+def test_the_generic_forms_grammar(plain, may_repeat):
+    """After the opening tag a random walk writes calls, as in history, and no word after them."""
     tokenizer, end = plain.chat.tokenizer, plain.chat.eos_token_ids[0]
     tools = [Tool.model_validate(tool) for tool in TOOLS]
     grammars = Grammars(tokenizer, 320, [end])
@@ -319,15 +294,10 @@ def test_calls_of_the_generic_form_are_held_by_a_grammar(plain, may_repeat):
     assert matcher.mask()[end]
 
 
-def test_arguments_that_no_tool_names_are_not_written():
-    """Unless its parameters say otherwise."""
-    open_, closed = (
-        {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
-        for more in ({"additionalProperties": True}, {})
-    )
-    for parameters, added in ((open_, True), (closed, False)):
-        tool = Tool.model_validate(
-            {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        )
+def test_additional_arguments_need_permission():
+    for more, allowed in (({"additionalProperties": True}, True), ({}, False)):
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+        function = {"name": "f", "parameters": parameters}
+        tool = Tool.model_validate({"type": "function", "function": function})
         schema = json.loads(call_schema([tool]))
-        assert schema["properties"]["arguments"]["additionalProperties"] is added
+        assert schema["properties"]["arguments"]["additionalProperties"] is allowed

@@ -1,7 +1,5 @@
 """Vertex AI's contract: environment, routes, predictions and the form of errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -16,7 +14,7 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.translation import Translator
 from eyas.serve.vertex import VertexConfig, from_environment, instances
-from tests.serving import MESSAGES, MODEL, ask, complete, events, post
+from tests.serving import MESSAGES, MODEL, ask, complete, events, post, text_of
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
@@ -43,24 +41,24 @@ def test_predictions_are_what_the_endpoints_answer(client):
     assert reply.status_code == 200
     chat, text, two = reply.json()["predictions"]
     expected = ask(client, max_tokens=12)
-    assert chat["choices"][0]["message"]["content"] == expected.choices[0].message.content
+    assert chat["choices"][0]["message"]["content"] == text_of(expected)
     assert chat["usage"]["completion_tokens"] == 12
     assert chat["model"] == MODEL
     assert text["choices"][0]["text"] == complete(client, max_tokens=6).choices[0].text
     assert [choice["index"] for choice in two["choices"]] == [0, 1]
 
 
-def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
+def test_parameters_are_defaults_of_instances(client):
     instances = [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}]
     reply = predict(client, {"instances": instances, "parameters": {"max_tokens": 5}}).json()
     assert [one["usage"]["completion_tokens"] for one in reply["predictions"]] == [5, 3]
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
 
 
-def test_openai_s_bodies_are_answered_by_themselves(client):
-    """As rawPredict and streamRawPredict hand them on, with a model or without."""
+def test_openai_bodies_are_answered_alone(client):
+    """As rawPredict and streamRawPredict send them, with a model or without."""
     chat, text = predict(client, CHAT).json(), predict(client, {**TEXT, "model": "any"}).json()
-    expected = ask(client, max_tokens=12).choices[0].message.content
+    expected = text_of(ask(client, max_tokens=12))
     assert (chat["object"], text["object"]) == ("chat.completion", "text_completion")
     assert chat["choices"][0]["message"]["content"] == expected
     assert text["choices"][0]["text"] == complete(client, max_tokens=6).choices[0].text
@@ -73,8 +71,7 @@ def test_openai_s_bodies_are_answered_by_themselves(client):
     assert (wrong.status_code, violation["field"]) == (400, "top_p")
 
 
-def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
-    """In `instances` and `parameters`, at any depth; a half is refused as before."""
+def test_whole_numbers_may_be_floats(client):
     instance = {"messages": MESSAGES, "max_tokens": 16.0, "n": 2.0, "seed": 3.0}
     body = {"instances": [instance], "parameters": {"top_k": 1.0, "temperature": 0.5}}
     (answer,) = predict(client, body).json()["predictions"]
@@ -85,8 +82,7 @@ def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
     assert predict(client, {"instances": [{**CHAT, "max_tokens": 1.5}]}).status_code == 400
 
 
-def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):
-    """As those of the other endpoints: what comes before the engine is part of them."""
+def test_times_count_from_the_arrival(world, monkeypatch):
     monkeypatch.setattr(
         Translator, "completion", lambda *given: time.sleep(0.3) or translated(*given)
     )
@@ -98,6 +94,9 @@ def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):
 
 
 translated = Translator.completion
+
+
+TITLE = {"guided_json": {"title": "x" * 70_000}}
 
 
 @pytest.mark.parametrize(
@@ -114,16 +113,13 @@ translated = Translator.completion
         ({"instances": [{**CHAT, "temperature": "hot"}]}, "instances.0.temperature"),
         ({"instances": [CHAT], "parameters": {"top_p": 7}}, "parameters.top_p"),
         ({"instances": [CHAT], "parameters": {"messages": MESSAGES}}, "parameters.messages"),
-        (
-            {"instances": [CHAT] * 128, "parameters": {"guided_json": {"title": "x" * 70_000}}},
-            "parameters",
-        ),
+        ({"instances": [CHAT] * 128, "parameters": TITLE}, "parameters"),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
         ({"instances": [CHAT, {**CHAT, "max_tokens": 0}]}, "instances.1.max_tokens"),
         ({"instances": [{**CHAT, "use_beam_search": True}]}, "instances.0.use_beam_search"),
     ],
 )
-def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, field):
+def test_errors_have_googles_form(client, body, field):
     reply = predict(client, body)
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -136,14 +132,14 @@ def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, fi
     "body",
     [b"{", b"\xff", b"[1]", b"null", b"[" * 50_000, b'{"instances": [{"prompt": "\\ud800"}]}'],
 )
-def test_bodies_that_are_none_are_refused(client, body):
+def test_broken_bodies_are_refused(client, body):
     headers = {"content-type": "application/json"}
     reply = httpx.post(client.url + ROUTES.predict_route, content=body, headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["status"] == "INVALID_ARGUMENT"
 
 
-def test_other_refusals_have_google_s_names(world, tmp_path):
+def test_refusals_have_googles_names(world, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret")
     limits = LimitsConfig(api_keys=keys, max_queue=0, max_body_bytes=2000)
@@ -157,16 +153,16 @@ def test_other_refusals_have_google_s_names(world, tmp_path):
         assert predict(client, {"instances": [TEXT]}, headers=key).status_code == 200
 
 
-def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
+def test_routes(client):
     assert httpx.post(client.url + ROUTES.predict_route, json={}).status_code == 400
     assert httpx.get(client.url + ROUTES.health_route).json()["status"] == "ok"
     assert httpx.get(client.url + "/health").status_code == 200
     page = httpx.get(client.url + "/metrics").text
     assert f'endpoint="{ROUTES.predict_route}"' in page
+    assert httpx.get(client.url + "/openapi.json").json()["paths"][ROUTES.predict_route]["post"]
 
 
-def test_a_predict_route_may_be_an_endpoint_of_the_server(world):
-    """As for `rawPredict`, which hands the body on as it is."""
+def test_the_predict_route_may_be_an_endpoint(world):
     routes = VertexConfig(predict_route="/v1/chat/completions")
     with world.served(vertex=routes) as client:
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
@@ -183,7 +179,7 @@ ENVIRONMENT = {
 }
 
 
-def test_the_environment_says_where_and_what():
+def test_the_environment():
     assert from_environment({}) == from_environment({"AIP_STORAGE_URI": "gs://x"}) == {}
     config = ServeConfig(**from_environment(ENVIRONMENT))
     assert (config.host, config.port, config.target) == ("0.0.0.0", 8080, None)
@@ -196,29 +192,21 @@ def test_the_environment_says_where_and_what():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "value"),
     [
-        {"AIP_HTTP_PORT": "eighty"},
-        {"AIP_HTTP_PORT": "70000"},
-        {"AIP_HTTP_PORT": "²"},
-        {"AIP_HEALTH_ROUTE": "healthy"},
-        {"AIP_PREDICT_ROUTE": "/{x}"},
-        {"AIP_PREDICT_ROUTE": "/healthy"},
+        *(("HTTP_PORT", port) for port in ("eighty", "70000", "²")),
+        ("HEALTH_ROUTE", "healthy"),
+        *(("PREDICT_ROUTE", route) for route in ("/{x}", "/healthy")),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_an_error(change):
+def test_a_wrong_environment_is_an_error(name, value):
     with pytest.raises(ConfigError):
-        from_environment({**ENVIRONMENT, **change})
+        from_environment({**ENVIRONMENT, f"AIP_{name}": value})
 
 
-def test_without_a_target_and_without_a_store_there_is_nothing_to_serve():
+def test_a_target_or_a_store_is_needed():
     with pytest.raises(ConfigError, match="no target"):
         ServeConfig(**from_environment({"AIP_HTTP_PORT": "8080"}))
-
-
-def test_the_document_has_the_predict_route(client):
-    paths = httpx.get(client.url + "/openapi.json").json()["paths"]
-    assert paths[ROUTES.predict_route]["post"]
 
 
 def test_target_and_head_come_from_the_store(tmp_path, monkeypatch):

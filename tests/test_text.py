@@ -26,6 +26,10 @@ def index_of(tokens: list[int]) -> TextIndex:
 
 
 def longest_match(tokens: list[int]) -> tuple[int, int]:
+<<<<<<< HEAD
+=======
+    """`TextIndex.match` by trying every place."""
+>>>>>>> srv
     best = (0, -1)
     for place in range(1, len(tokens)):
         length = 0
@@ -60,7 +64,7 @@ def test_large_ids_are_told_apart():
         ([7, 7], [7] * CHAIN),
     ],
 )
-def test_the_chain_is_what_followed_and_goes_round_at_the_end(tokens, expected):
+def test_the_chain_is_what_followed(tokens, expected):
     chain = index_of(tokens).chain()
     assert chain is not None
     assert chain.tokens == expected
@@ -72,7 +76,7 @@ def test_no_match_no_chain():
         assert index_of(tokens).chain() is None
 
 
-def test_recent_answers_go_on_where_one_of_them_did():
+def test_chains_of_recent_answers():
     recent = RecentAnswers()
     recent.add(None, [1, 2, 3, 4, 5, 6])
     recent.add(None, [9, 2, 3, 4, 7, 8])
@@ -90,7 +94,7 @@ def test_recent_answers_go_on_where_one_of_them_did():
         assert recent.chain(None, known) is None
 
 
-def test_recent_answers_of_one_salt_are_not_found_under_another():
+def test_salts_separate_recent_answers():
     recent = RecentAnswers()
     recent.add("a", [1, 2, 3, 4])
     recent.add(None, [1, 2, 3, 5])
@@ -101,7 +105,7 @@ def test_recent_answers_of_one_salt_are_not_found_under_another():
         assert chain.tokens == expected
 
 
-def test_recent_answers_are_bounded_and_the_oldest_are_forgotten():
+def test_recent_answers_are_bounded():
     recent = RecentAnswers(most_tokens=40)
     for first in range(0, 100, 10):
         recent.add("a", list(range(first, first + 10)))
@@ -153,6 +157,10 @@ def children(proposals: Proposals, b: int, parent: int) -> dict[int, int]:
 
 
 def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
+<<<<<<< HEAD
+=======
+    """Candidates of line b by their tokens from the root."""
+>>>>>>> srv
     found: dict[tuple[int, ...], int] = {}
     for c, parent in enumerate(proposals.parents[b].tolist()):
         if is_there(proposals, b)[c]:
@@ -170,7 +178,7 @@ def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
     st.integers(1, 3),
     st.integers(0, 3),
 )
-def test_merged_trees_hold_both_and_each_once(seed, asked, k, num_levels):
+def test_merged_trees(seed, asked, k, num_levels):
     """asked: of each line, whether the head drafts for it, and text's chains."""
     rng = np.random.default_rng(seed)
     drafts = [line for line, (has_head, _) in enumerate(asked) if has_head]

@@ -22,7 +22,7 @@ def engine(target: Target, head: bool = True, **config: object) -> Engine:
 
 
 def repeating(count: int, **params: object) -> list[Request]:
-    """Prompts that repeat themselves, so that text always has something to say."""
+    """Prompts that repeat themselves: text always drafts."""
     return [
         replace(one, prompt_ids=(one.prompt_ids * 30)[: 12 + 5 * index])
         for index, one in enumerate(requests(count, **params))
@@ -46,17 +46,21 @@ def test_no_text_is_drafted_where_it_is_off(target, options, config):
     assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
 
 
+<<<<<<< HEAD
 def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
+=======
+def test_salts_separate_drafts(target):
+    """A request's rounds show whether an answer like its own was given."""
+
+>>>>>>> srv
     def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
-        """Tokens of each round."""
         one = requests(1, max_tokens=40, ignore_eos=True)[0]
         drafting.add(replace(one, cache_salt=salt, text_drafts=text_drafts))
         rounds = []
         while drafting.has_work:
             rounds += [update.token_ids for update in drafting.step()]
-        assert {("0", 0): ([token for tokens in rounds for token in tokens], "length")} == plainly(
-            target, [one]
-        )
+        found = [token for tokens in rounds for token in tokens]
+        assert {("0", 0): (found, "length")} == plainly(target, [one])
         return [len(tokens) for tokens in rounds]
 
     fresh = rounds_of(engine(target, head=False), "b")
@@ -70,14 +74,30 @@ def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
 
 
 def test_tau_is_of_rounds_that_the_head_drafted_in(target):
-    """Text's own rounds would hide a head that hardly helps."""
     drafting = engine(target, head=False)
     results = list(drafting.run(repeating(3)))
     assert drafting.metrics()["accepted_text"] > 0
     assert all(sum(result.accept_hist) == 0 for result in results)
 
 
+<<<<<<< HEAD
 def test_text_goes_on_where_the_head_fails(target, monkeypatch):
+=======
+def test_speculation_false(target):
+    drafting = engine(target, head=False)
+    found = decoded(list(drafting.run(repeating(3, speculation=False))))
+    assert found == plainly(target, repeating(3))
+    assert drafting.metrics()["accepted_text"] == 0
+
+
+def test_a_tree_of_fixed_size_is_the_heads(target):
+    drafting = engine(target, speculation="fixed(2,2,4)")
+    list(drafting.run(repeating(2)))
+    assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
+
+
+def test_text_drafts_after_the_head_fails(target, monkeypatch):
+>>>>>>> srv
     drafting = engine(target)
 
     def fail(*_: object) -> None:
@@ -90,6 +110,27 @@ def test_text_goes_on_where_the_head_fails(target, monkeypatch):
     assert drafting.metrics()["accepted_text"] > 0
 
 
+<<<<<<< HEAD
+=======
+def test_drafted_trees_are_returned_with_texts_nodes(target):
+    drafting, seen = engine(target), set()
+    for one in repeating(3, max_tokens=30):
+        drafting.add(
+            Request(one.id, one.prompt_ids, SamplingParams(max_tokens=30), returns_trees=True)
+        )
+    while drafting.has_work:
+        for update in drafting.step():
+            if (tree := update.tree) is None:
+                continue
+            assert all(parent < node for node, parent in enumerate(tree.parents))
+            assert update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
+            for p, source in zip(tree.probabilities, tree.sources, strict=True):
+                assert p is None if source == "text" else 0 <= p <= 1
+            seen |= set(tree.sources)
+    assert seen >= {"text", "head"}
+
+
+>>>>>>> srv
 def test_a_cost_table_without_a_head_is_measured(target, tmp_path):
     made = Engine(target, None, EngineConfig(max_batch=2, max_length=64))
     assert made.rounds.policy.costs is not None

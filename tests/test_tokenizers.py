@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates are transformers', on every one that the tests have: made-up
-families, folders of older forms, the packaged targets, what GGUF files become, real ones.
+"""Tokenizers and chat templates do what transformers' do: of made-up families, older folders, the
+packaged targets, GGUF files, real ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError
 from transformers import AutoTokenizer
 
 from eyas.builtin import smollm2_file
-from eyas.chat import Chat
+from eyas.chat import Chat, TextStream
 from eyas.chat import files as chat_files
 from eyas.chat.environment import rendered
 from eyas.chat.files import read_tokenizer
@@ -44,7 +44,6 @@ TEXTS = (
 
 
 def from_gguf(folder: Path, file: Path) -> Path:
-    """The texts of the folder that a file becomes."""
     opened = open_file(file)
     tokenizer, config = tokenizer_of(opened)
     folder.mkdir()
@@ -74,7 +73,7 @@ def real(name: str, folder: Path) -> Path:
 def configured(
     make: Callable[[Path], Path], folder: Path, files: dict[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """A family's folder with another tokenizer_config.json (None takes a key out), other files."""
+    """A family's folder with changes to tokenizer_config.json (None: no such key), other files."""
     path = make(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
@@ -178,7 +177,7 @@ def test_tokens_text_and_chats_are_transformers_own(model):
         for special in (False, True):
             ids = ours.encode(text, add_special_tokens=special).ids
             assert ids == theirs.encode(text, add_special_tokens=special), text
-        stream = chat.stream()
+        stream = TextStream(chat.decode)
         pieces = [stream.push([number]) for number in ids]
         assert "".join(pieces) + stream.finish() == theirs.decode(ids, skip_special_tokens=True)
     for skip in (False, True):
@@ -217,7 +216,7 @@ FEATURES = (
 )
 
 
-def test_what_templates_may_use_is_there(tmp_path):
+def test_features_of_templates(tmp_path):
     like_granite(tmp_path, FEATURES)
     chat, theirs = Chat(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for tools in (None, TOOLS):
@@ -235,13 +234,13 @@ def test_what_templates_may_use_is_there(tmp_path):
         "{{ dict.mro() }}",
     ],
 )
-def test_a_template_that_reaches_out_of_its_sandbox_is_stopped(source):
+def test_the_sandbox_stops_templates(source):
     with pytest.raises(SecurityError):
         rendered(source, {"messages": []})
 
 
-def test_rules_of_the_file_stay_where_transformers_drops_them(tmp_path):
-    """It makes a GPT2Tokenizer of the vocabulary alone: an accent would not be composed."""
+def test_rules_that_transformers_drops_stay(tmp_path):
+    """Its GPT2Tokenizer would not compose an accent."""
     configured(like_qwen, tmp_path, tokenizer_class="GPT2Tokenizer")
     ids = read_tokenizer(tmp_path).backend.encode("cafe\u0301").ids
     assert ids == read_tokenizer(tmp_path).backend.encode("caf\u00e9").ids
@@ -274,7 +273,7 @@ def test_an_older_tokenizer_needs_transformers(tmp_path, monkeypatch):
         ("tokenizer_config.json", '{"chat_template": [1]}'),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_error(tmp_path, name, text):
+def test_unreadable_files_are_one_error(tmp_path, name, text):
     tiny_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / name).write_text(text)

@@ -1,10 +1,11 @@
-"""Chat: the tokenizer and the chat template of a target, together."""
+"""The tokenizer and the chat template of a target, together."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from eyas.chat.tokenizer import (
     ShieldedText,
     TargetTokenizer,
     TemplateProblem,
-    TextStream,
     shield_for,
     shielded,
     strings,
@@ -31,12 +31,10 @@ class Chat:
     """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files
     only).
 
-    `date`: printed by templates as today's; None is the clock. Data stages fix it, or the same
-    conversation would have other tokens tomorrow. `options`: variables of the template
-    (enable_thinking). `tokens`: the folder's tokenizer, where it is loaded already.
-
-    Raises MissingInputError (no tokenizer) and TemplateError (no chat template, one that prints the
-    time, or one that does not render a question).
+    `date`: today's for templates; None is the clock. Data stages fix it: tomorrow the same
+    conversation would have other tokens. `options`: variables of the template (enable_thinking).
+    `tokens`: the folder's tokenizer, if it is loaded. Raises MissingInputError (no tokenizer),
+    TemplateError (no chat template, or one that prints the time or does not render a question).
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Chat:
         self._template = Template(
             self._tokens.templates, self._tokens.named, self.folder, date, options or {}
         )
-        # a template that cannot work fails here, before anything is done
+        # a template that cannot work fails before anything is done
         messages, tools = [{"role": "user", "content": QUESTION}], self._template.probe_tools
         with self._named_problems():
             if QUESTION not in self.render(messages, True, tools):
@@ -62,12 +60,11 @@ class Chat:
                 raise TemplateProblem("begins with two BOS tokens")
 
     def with_options(self, options: Mapping[str, Any]) -> Chat:
-        """The same tokenizer, and its template with other options. Raises what Chat raises."""
+        """The same target with other options of the template. Raises TemplateError."""
         return Chat(self.folder, options=options, tokens=self._tokens)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to tokens and back, without the template."""
         return self._tokens.backend
 
     @property
@@ -77,7 +74,7 @@ class Chat:
 
     @property
     def needs_a_date(self) -> bool:
-        """Whether the template may print today's date and no date is fixed."""
+        """Whether the template may print today's date and no date is given."""
         return self._template.needs_a_date
 
     # Messages to tokens
@@ -85,9 +82,7 @@ class Chat:
     def render(
         self, messages: Messages, add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> str:
-        """The conversation as text. Raises TemplateError when the template refuses it (roles that
-        do not alternate, ...).
-        """
+        """The conversation as text. Raises TemplateError when the template refuses it."""
         return self._template.render(messages, add_generation_prompt, tools)
 
     def prompt_ids(
@@ -96,24 +91,21 @@ class Chat:
         """The tokens that the target continues: all messages and the opening of the assistant's
         turn; or, with `continues`, all up to the end of the last message's content.
 
-        A control token's name in messages is spelled, not obeyed (`control_text`). Raises
-        TemplateError: the template refuses the messages, or such a name cannot be kept apart.
+        A control token's name in messages is text (`control_text`). Raises TemplateError: the
+        template refuses the messages, or such a name cannot be kept apart.
         """
         with self._named_problems():
-            if continues:
-                return self._tokens.ids(self._opened(messages, tools))
-            return self._tokens.ids(self._rendered(messages, tools, True))
+            opened = self._opened if continues else partial(self._rendered, is_open=True)
+            return self._tokens.ids(opened(messages, tools))
 
     def _opened(self, messages: Messages, tools: Tools | None) -> ShieldedText:
         """The text up to the end of the last message's content, which a template may trim."""
-        rendered = self._rendered(messages, tools, False)
+        rendered = self._rendered(messages, tools)
         content = str(messages[-1]["content"])
-        # the template may write the same text behind it: a mark says where the content ends
+        # the template may repeat the content after it: a mark says where it ends
         mark = shield_for([*strings([*messages, *(tools or ())]), rendered.shield or ""])
-        marked = {**messages[-1], "content": content + mark}
-        opened, found, _ = self._rendered([*messages[:-1], marked], tools, False).text.rpartition(
-            mark
-        )
+        marked = [*messages[:-1], {**messages[-1], "content": content + mark}]
+        opened, found, _ = self._rendered(marked, tools).text.rpartition(mark)
         trimmed = opened[: len(opened) - len(content) + len(content.rstrip())]
         for text in (opened, trimmed):
             if found and rendered.text.startswith(text):
@@ -122,7 +114,7 @@ class Chat:
 
     def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:
         """The control tokens whose names messages and tools hold as text, sorted. SGLang and vLLM
-        obey them: their answer to such messages is not an answer to these tokens.
+        take them for control tokens: they answer another prompt than `prompt_ids`.
         """
         texts = strings([*messages, *(tools or ())])
         return sorted({name for text in texts for name in self._tokens.control.findall(text)})
@@ -133,9 +125,9 @@ class Chat:
         """Prompt and answer of a conversation that eyas did not generate: `prompt_ids` of the
         messages before the last, then that answer's tokens and the token that ends it.
 
-        The template has to render the whole as that prompt, the answer's unchanged `content`, and
-        an end token. Raises TemplateError where it renders something else, and where nothing says
-        which tokens the target wrote: reasoning, calls, a control token's name.
+        Raises TemplateError where the template does not render that prompt, the unchanged `content`
+        and an end token, and where nothing says which tokens the target wrote: reasoning, calls, a
+        control token's name.
         """
         with self._named_problems():
             return self._answered(messages, tools)
@@ -156,8 +148,8 @@ class Chat:
             )
         if self._tokens.control.search(text):
             raise TemplateProblem("gets an answer that names a control token")
-        prompt = self._rendered(messages[:-1], tools, True)
-        rendered = self._rendered(messages, tools, False)
+        prompt = self._rendered(messages[:-1], tools, is_open=True)
+        rendered = self._rendered(messages, tools)
         if not rendered.text.startswith(prompt.text):
             raise TemplateProblem("rewrites the prompt once an answer follows")
         body = rendered.text[len(prompt.text) :]
@@ -177,17 +169,17 @@ class Chat:
         return prompt_ids, ids[len(prompt_ids) :]
 
     def _rendered(
-        self, messages: Messages, tools: Tools | None, add_generation_prompt: bool
+        self, messages: Messages, tools: Tools | None, is_open: bool = False
     ) -> ShieldedText:
-        """The text with no control token's name of a message whole. Raises TemplateError, and
-        TemplateProblem where the shield changes what the template writes.
+        """The text with every control token's name of a message broken. Raises TemplateError, and
+        TemplateProblem where that changes what the template writes.
         """
-        plain = self._template.render(messages, add_generation_prompt, tools)
+        plain = self._template.render(messages, is_open, tools)
         if not self.control_text(messages, tools):
             return ShieldedText(plain)
         control, shield = self._tokens.control, shield_for(strings([*messages, *(tools or ())]))
         guarded, guarded_tools = (shielded(one, control, shield) for one in (messages, tools))
-        text = self._template.render(guarded, add_generation_prompt, guarded_tools)
+        text = self._template.render(guarded, is_open, guarded_tools)
         if text.replace(shield, "") != plain:
             raise TemplateProblem("changes a message that holds a control token's name")
         return ShieldedText(text, shield)
@@ -197,23 +189,17 @@ class Chat:
         try:
             yield
         except TemplateProblem as problem:
-            raise TemplateError(
-                f"the chat template of {self.folder} {problem}",
-                problem.hint
-                or "check chat_template in that folder, and eos_token_id in its "
-                "generation_config.json or config.json",
-            ) from problem
+            hint = "check chat_template in that folder, and eos_token_id in its "
+            hint = problem.hint or f"{hint}generation_config.json or config.json"
+            what = f"the chat template of {self.folder} {problem}"
+            raise TemplateError(what, hint) from problem
 
     # Tokens to text
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; special tokens are left out, everything else is kept."""
+        """The text of tokens without special ones."""
         return self._tokens.decode(ids)
 
     def has_control(self, ids: Iterable[int]) -> bool:
-        """Whether any of the tokens is a control token, which `decode` leaves out."""
+        """Whether any of the tokens is a control token."""
         return not self._tokens.control_ids.isdisjoint(ids)
-
-    def stream(self) -> TextStream:
-        """A new incremental `decode`."""
-        return TextStream(self.decode)

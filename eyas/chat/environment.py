@@ -1,7 +1,5 @@
-"""The Jinja environment that chat templates are written for: transformers' settings and functions.
-
-A template may come from anywhere: it runs in Jinja's sandbox, changes nothing that it is given, and
-has bounds of time and size.
+"""The Jinja environment of chat templates: transformers' settings and functions. A template may
+come from anywhere: it runs in Jinja's sandbox, with bounds of time and size, and changes no input.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.environment import Template
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -28,7 +25,7 @@ from jinja2.utils import Namespace
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, which marks the assistant's text: it stays."""
+    """{% generation %} ... {% endgeneration %} marks the assistant's text, which stays as it is."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -66,7 +63,7 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes what is special in HTML. Raises TooMuch."""
+    # Jinja's own `tojson` escapes what is special in HTML
     made = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -81,11 +78,11 @@ _render = threading.local()  # until: when this thread's render has to be over
 
 
 class TooMuch(TemplateRuntimeError):
-    """What a template does without end; the end of a sentence."""
+    """What a template does without end, as the end of a sentence."""
 
 
 class _Generator(CodeGenerator):
-    """Python of a template in which loops look at the clock, and `~` at what it makes."""
+    """Python of a template in which loops check the clock, and `~` the size of its text."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
@@ -97,12 +94,12 @@ class _Generator(CodeGenerator):
         self.visit(nodes.Call(joined, node.nodes, [], None, None), frame)
 
 
-# Filters and methods of texts that make a text, or a list, as long as a number that they are given;
-# and those that may put a text that they are given behind each character.
+# Filters and methods whose result is as long as a number in their arguments; and those that may put
+# an argument after each character.
 PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "generate_lorem_ipsum"}
 PADDING |= {"batch", "slice", "round"}
 GROWING = {"indent", "join", "replace", "translate", "wordwrap"}
-# Where a format has widths and precisions: behind % and a name, or in braces behind a colon.
+# Widths and precisions of a format: after % and a name, or in braces after a colon.
 PERCENT, BRACES = re.compile(r"%(?:\([^)]*\)+)?([-+ #\d.*]*)"), re.compile(r"\{[^{}]*:([^{}]*)")
 
 
@@ -111,18 +108,15 @@ class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def turn(self) -> None:
-        """At the beginning of each turn of a loop. Raises TooMuch."""
         if time.thread_time() > _render.until:
             raise TooMuch(f"takes longer than {RENDER_S:g} s")
 
     def joined(self, *parts: Any) -> str:
-        """Their texts together. Raises TooMuch."""
         texts = [str(part) for part in parts]
         _refuse_long(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Raises TooMuch."""
         if operator == "%":
             if isinstance(left, str):
                 _refuse_format(PERCENT, left, right if isinstance(right, tuple) else (right,))
@@ -134,11 +128,10 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:
-        """A macro may call itself. Raises TooMuch."""
-        self.turn()
+        self.turn()  # a macro may call itself
         name, own = getattr(called, "__name__", ""), getattr(called, "__self__", "")
         values = [*given, *named.values()]
-        if name == "join" and values:  # the text is what comes between
+        if name == "join" and values:  # the text comes between
             values[0], own = own, values[0]
         _refuse_growth(name, own, values)
         if name in ("format", "format_map"):
@@ -148,29 +141,22 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call(context, called, *given, **named)
 
 
-def _refuse_wide(values: Iterable[Any]) -> None:
-    for value in values:
-        _refuse_long(value if isinstance(value, int) else 0)
-
-
 def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> None:
-    """Widths stand in the text, or among the values where it has `*` or nested braces."""
+    # widths are in the text, or among the values where it has `*` or nested braces
     found = " ".join(specs.findall(text))
-    _refuse_wide(int(width) for width in re.findall(r"\d+", found))
+    widths = [*map(int, re.findall(r"\d+", found))]
     if "*" in found or (specs is BRACES and re.search(r"\{[^{}]*\{", text)):
-        _refuse_wide(values)
+        widths += [value for value in values if isinstance(value, int)]
+    _refuse_long(max(widths, default=0))
 
 
-def _width(value: Any) -> int:
+def _width(value: Any, number: int | None = None) -> int:
+    """Of a text, of the widest in a mapping, or what a number says; number: in its place."""
     if isinstance(value, Mapping):
-        return max(map(_width, value.values()), default=0)
-    return len(value) if isinstance(value, str) else value if isinstance(value, int) else 0
-
-
-def _text_width(value: Any) -> int:
-    if isinstance(value, Mapping):
-        return max(map(_text_width, value.values()), default=0)
-    return len(value) if isinstance(value, str) else 20
+        return max((_width(one, number) for one in value.values()), default=0)
+    if isinstance(value, str):
+        return len(value)
+    return number if number is not None else value if isinstance(value, int) else 0
 
 
 def _refuse_growth(name: str, value: Any, given: Iterable[Any]) -> None:
@@ -178,13 +164,13 @@ def _refuse_growth(name: str, value: Any, given: Iterable[Any]) -> None:
     if name in PADDING:
         _refuse_long(widest * (10 if name == "round" else 1))
     elif name == "join" and isinstance(value, Iterable):
-        _refuse_long(sum(_text_width(one) + widest for one in value))
+        _refuse_long(sum(_width(one, number=20) + widest for one in value))
     elif name in GROWING:
         _refuse_long((1 + len(str(value))) * widest)
 
 
 def _bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    first = int(hasattr(made, "jinja_pass_arg"))  # such a filter gets Jinja's context before all
+    first = int(hasattr(made, "jinja_pass_arg"))  # such a filter gets Jinja's context first
 
     @wraps(made)
     def bounded(*given: Any, **named: Any) -> Any:
@@ -204,27 +190,19 @@ def _refuse_long(size: float) -> None:
         raise TooMuch(f"makes a text of {size:,} characters, or a list of so many entries")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Bounded(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _as_json
-    for name in {"format", *PADDING, *GROWING} & environment.filters.keys():
-        environment.filters[name] = _bounded_filter(name, environment.filters[name])
-    environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
-    return environment
-
-
-_ENVIRONMENT = _environment()
-
-
-@lru_cache
-def _compiled(source: str) -> Template:
-    return _ENVIRONMENT.from_string(source)
+_ENVIRONMENT = _Bounded(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+)
+_FILTERS = _ENVIRONMENT.filters
+_FILTERS["tojson"] = _as_json
+for _name in {"format", *PADDING, *GROWING} & _FILTERS.keys():
+    _FILTERS[_name] = _bounded_filter(_name, _FILTERS[_name])
+_ENVIRONMENT.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
+_compiled = lru_cache(_ENVIRONMENT.from_string)
 
 
 def unset_names(source: str) -> set[str]:
-    """The variables that a template reads and does not set; none of one that cannot be read."""
+    """The variables that a template reads and does not set; none where it cannot be read."""
     try:
         return meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
     except TemplateError:
@@ -232,16 +210,13 @@ def unset_names(source: str) -> set[str]:
 
 
 def rendered(source: str, variables: Mapping[str, Any]) -> str:
-    """A template's text. Raises TooMuch for one without end, jinja2.TemplateError, and what else a
-    template's mistakes raise.
-    """
+    """A template's text. Raises TooMuch, and what mistakes in a template raise."""
     template = _compiled(source)
     _render.until = time.thread_time() + RENDER_S
     return _together(template.generate(variables))
 
 
 def _together(pieces: Iterable[str]) -> str:
-    """Raises TooMuch."""
     parts, size = [], 0
     for part in pieces:
         parts.append(part)

@@ -1,9 +1,7 @@
 """A target's tokenizer and chat templates from its folder, in Hugging Face's form.
 
-tokenizer.json is the tokenizer; tokenizer_config.json names special tokens and may add some, as
-special_tokens_map.json and added_tokens.json of older folders do. transformers 5 drops rules of
-tokenizer.json that some classes (GPT2Tokenizer, LlamaTokenizer) do not know; the model was trained
-with them, so they are kept.
+All rules of tokenizer.json are kept, as in training; transformers 5 drops those that some classes
+(GPT2Tokenizer, LlamaTokenizer) do not know.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from eyas.errors import MissingInputError, extra, refuse_pointer
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """backend: text to tokens and back. named: special tokens by their names in templates
-    (bos_token, ...). templates: by name; the one for conversations is "default".
+    """named: special tokens by their names in templates (bos_token, ...). templates: by name, the
+    one for conversations is "default".
     """
 
     backend: Tokenizer
@@ -35,9 +33,8 @@ class TokenizerFiles:
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises MissingInputError: no folder, no tokenizer in it, or one that cannot be read."""
     if not folder.is_dir():
-        raise MissingInputError(
-            f"no folder at {folder}", "give a target's folder in Hugging Face's form"
-        )
+        hint = "give a target's folder in Hugging Face's form"
+        raise MissingInputError(f"no folder at {folder}", hint)
     has_tokenizer = (folder / "tokenizer.json").is_file()
     try:
         files = _read(folder) if has_tokenizer else _converted(folder)
@@ -59,7 +56,6 @@ def _unreadable(folder: Path, why: str) -> MissingInputError:
 
 
 def _converted(folder: Path) -> TokenizerFiles:
-    """A folder of older files (tokenizer.model, or vocab.json with merges.txt) by transformers."""
     older = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
     if not older:
         raise _unreadable(folder, "it holds no tokenizer.json")
@@ -110,20 +106,19 @@ def _read(folder: Path) -> TokenizerFiles:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's object; empty without a file."""
     read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return read
 
 
 def _token(value: str | Mapping[str, Any], special: bool = False) -> AddedToken:
-    """A token as config files write it: its name, or its name with its flags."""
+    """A token in config files: its name, or its name with its flags."""
     fields = {"content": value} if isinstance(value, str) else dict(value)
     fields.pop("__type", None)
     return AddedToken(**{"special": special, **fields})
 
 
 def _templates(folder: Path, configured: Any) -> dict[str, str]:
-    """By name. Files come before tokenizer_config.json."""
+    """By name. Files replace those of tokenizer_config.json."""
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"

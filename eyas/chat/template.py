@@ -1,8 +1,4 @@
-"""The target's chat template: messages to text, as transformers and servers render it.
-
-A template that prints today's date prints the given day, at midnight; without one the clock, as a
-server does.
-"""
+"""The target's chat template: messages to text, as transformers and servers render it."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ FAULTS = (  # exceptions of templates
 )
 REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messages
 _CLOCK = "strftime_now"
-# variables that each rendering is given, here or by servers
+# Variables of each rendering, here or in servers.
 _GIVEN = {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
-# codes of strftime that depend on the day alone
+# Codes of strftime that depend on the day alone.
 _CODES = {*"%aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy")}
 _CODE = re.compile(r"%(-?.)")
 
@@ -42,12 +38,13 @@ class TemplateRefusal(TemplateError):
 
 
 class Template:
-    """A target's chat template. templates: sources by name, "default" and perhaps "tool_use";
-    special_tokens: variables of it (bos_token); date: printed for today; options: more variables.
+    """A target's chat template. Raises TemplateError: there is none.
 
-    plain: the source for conversations without tools. options: names of variables that it reads and
-    neither sets nor is given. probe_tools: to examine it with; None where it takes conversations
-    without any. Raises TemplateError: there is none.
+    templates: sources by name, "default" (`plain`) and perhaps "tool_use". special_tokens, options:
+    variables (bos_token, enable_thinking). date: today's, at midnight; None is the clock.
+
+    options: names of the variables left to a client. probe_tools: to examine the template with;
+    None where it takes conversations without any.
     """
 
     probe_tools: list[dict[str, Any]] | None = None
@@ -67,11 +64,9 @@ class Template:
                 template_hint(f"{folder}/chat_template.jinja"),
             )
         if "default" not in templates:
-            raise TemplateError(
-                f"the tokenizer in {folder} has several chat templates and none of them is "
-                "named default",
-                "name the one for conversations `default`",
-            )
+            what = "has several chat templates and none of them is named default"
+            hint = "name the one for conversations `default`"
+            raise TemplateError(f"the tokenizer in {folder} {what}", hint)
         self.plain = templates["default"]
         self._with_tools = templates.get("tool_use", self.plain)
         own = {**special_tokens, _CLOCK: self._formatted_date}
@@ -83,7 +78,7 @@ class Template:
 
     @property
     def needs_a_date(self) -> bool:
-        """Whether its output may depend on the day, and none is given."""
+        """Whether the output may depend on the day, and none is given."""
         return self._date is None and _CLOCK in self.plain + self._with_tools
 
     def render(
@@ -92,9 +87,8 @@ class Template:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """The conversation as text, its messages as servers give them to a template. Raises
-        TemplateRefusal, and TemplateError for a template that prints the time in a way that a day
-        does not fix.
+        """The conversation as text. Raises TemplateRefusal, and TemplateError for a template that
+        prints more of the time than the day.
         """
         try:
             given = {
@@ -112,7 +106,6 @@ class Template:
             raise self._refusal(error, bool(tools)) from error
 
     def _formatted_date(self, format: str) -> str:
-        """What templates call `strftime_now`."""
         if self._date is None:
             return datetime.datetime.now().strftime(format)
         if unknown := sorted({*_CODE.findall(format)} - _CODES):
@@ -136,9 +129,7 @@ class Template:
         return TemplateRefusal(f"{where} refuses a conversation: {error}", hint)
 
     def _probe_tools(self) -> list[dict[str, Any]] | None:
-        """Tools for a template that refuses every conversation without any (Hermes); None also for
-        one that refuses both.
-        """
+        # Hermes refuses every conversation without tools
         for tools in (None, _TOOLS):
             with suppress(TemplateRefusal):
                 self.render(_QUESTION, True, tools)
@@ -147,9 +138,9 @@ class Template:
 
 
 def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's form as servers (vLLM, SGLang) give it to a chat template: content null
-    is an empty text, arguments of calls are objects, an empty list of calls and other nulls are
-    left out, and a reasoning stands under all of its names.
+    """A message in OpenAI's form as vLLM and SGLang give it to a chat template: content null is an
+    empty text, arguments of calls are objects, other nulls and an empty list of calls are left out,
+    reasoning has all of its names.
     """
     content = message.get("content")
     filled = {**message, "content": "" if content is None else content}

@@ -1,11 +1,8 @@
 """The target's tokenizer: text to tokens, and tokens to text, streamed too.
 
-A control token is one that the tokenizer marks as special. A user's `<end of turn>` must not be
-read as one: messages are `shielded` before they go into the template, by a Unicode non-character
-inside the name of each control token. Names that are whole in the rendered text are the template's
-own: they get other names, the shields are removed, and a tokenizer that knows control tokens by
-those names alone takes all the rest for plain text. Added tokens that are not special (a thinking
-tag, say) are ordinary words.
+A control token is one that the tokenizer marks as special. A user's `<end of turn>` must not become
+one: before the template, a Unicode non-character breaks such names in messages (`shielded`). Whole
+names are then the template's own: they get stand-ins, the only names that `_plain_backend` knows.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from eyas.chat.files import read_tokenizer
 
-_SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))
+_SHIELDS = tuple(map(chr, range(0xFDD0, 0xFDEF)))
 _STAND_IN = "\ufdef"  # a non-character, too
 _PRIVATE = 0xF0000  # the first character of a plane for private use
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -33,8 +30,8 @@ _MANY_PENDING = 32  # tokens without a whole character: no longer a character's 
 
 
 class TemplateProblem(Exception):
-    """What is wrong with a template or a text, as the end of a sentence that begins with "the chat
-    template", and a hint. Chat raises it as a TemplateError.
+    """The end of a sentence that begins with "the chat template", and a hint. Chat raises it as a
+    TemplateError.
     """
 
     def __init__(self, what: str, hint: str = "") -> None:
@@ -44,8 +41,8 @@ class TemplateProblem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ShieldedText:
-    """A text from the template. shield: the character that breaks control tokens' names in
-    messages; None where messages hold none.
+    """A text from the template. shield: the character that breaks control tokens' names of
+    messages; None where they hold none.
     """
 
     text: str
@@ -53,8 +50,8 @@ class ShieldedText:
 
 
 def encoded(backend: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
-    """The tokens of a text. A single text blocks all other threads (a second for 500 KB), a batch
-    does not, but starts threads: only long texts are batches.
+    """The tokens of a text. A single text blocks all other threads (a second for 500 KB); a batch
+    does not, but starts threads, so only long texts are batches.
     """
     if len(text) < LONG_TEXT:
         return backend.encode(text, add_special_tokens=add_special_tokens)
@@ -81,8 +78,7 @@ class TargetTokenizer:
         names = sorted(filter(None, self.names), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.end_ids = _end_tokens(Path(folder), self.id_of("eos_token"))
-        # Where control tokens end the output, they end turns; words that end it too (a stop token
-        # of a recipe) do not.
+        # Turns end by control tokens, if any end the output; not by a recipe's stop token.
         closing = [number for number in self.end_ids if number in special] or self.end_ids
         self.ends = {number: str(self.backend.id_to_token(number)) for number in closing}
 
@@ -91,12 +87,12 @@ class TargetTokenizer:
         return self.backend.token_to_id(self.named[name]) if name in self.named else None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; special tokens are left out, everything else is kept as it is."""
+        """The text of tokens without special ones."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def ids(self, rendered: ShieldedText) -> list[int]:
-        """The tokens of a text without its shields. Raises TemplateProblem when a control token
-        comes out that the text does not hold, or may come out of the text between two.
+        """The tokens of a text without its shields. Raises TemplateProblem for control tokens that
+        the text does not name, or that may come of the text between two.
         """
         ids = encoded(self.backend, rendered.text).ids
         if rendered.shield is None:
@@ -109,14 +105,14 @@ class TargetTokenizer:
         return self._standing_in(rendered.text, rendered.shield)
 
     def _standing_in(self, text: str, without: str = "") -> list[int]:
-        """The tokens of a text without a character; whole control tokens stay such."""
+        """The tokens of a text without a character; whole names are control tokens."""
         replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text)
         ids = encoded(self._plain_backend, replaced.replace(without, "")).ids
         return [self._meant.get(number, number) for number in ids]
 
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
-        """For each control token's name another of the same length, which no text holds."""
+        """For each control token's name one of the same length that no text holds."""
         return {
             name: _STAND_IN * (len(name) - 1) + chr(_PRIVATE + at)
             for at, name in enumerate(self.names)
@@ -124,7 +120,6 @@ class TargetTokenizer:
 
     @cached_property
     def _plain_backend(self) -> Tokenizer:
-        """The tokenizer that knows control tokens by their stand-ins only."""
         plain = copy.deepcopy(self.backend)
         plain.encode_special_tokens = True
         plain.add_tokens(
@@ -140,25 +135,21 @@ class TargetTokenizer:
 
 
 class TextStream:
-    """Text as tokens arrive: the results of `push` and `finish`, joined, are `decode` of all
-    tokens.
+    """Text as tokens arrive: `push` and `finish`, joined, are `decode` of all tokens.
 
-    Only the tokens since the last text but one are decoded again. Bytes that never become a
-    character are returned once later tokens cannot change them; `tokenizers`' own DecodeStream
-    keeps them, and has no end at which it returns what waits.
+    Bytes that never become a character are returned once later tokens cannot change them;
+    `tokenizers`' own DecodeStream keeps them, and has no `finish`.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._window: list[int] = []  # the last tokens that gave text, then those that have not yet
-        self._num_returned = 0  # how many tokens of the window have given text
+        self._window: list[int] = []  # the last tokens with text, then those without any yet
+        self._num_returned = 0  # tokens of the window with text
         self._returned = ""
         self._try_at = _MANY_PENDING
 
     def push(self, ids: Iterable[int]) -> str:
-        """The new text of these tokens; the bytes of an unfinished character wait for the next
-        push.
-        """
+        """The new text of these tokens; the bytes of an unfinished character wait."""
         ids = list(ids)
         self._window += ids
         text = self._decode(self._window)
@@ -171,7 +162,7 @@ class TextStream:
         return self._settle_bytes(text) if is_due else ""
 
     def finish(self) -> str:
-        """What still waits, when no more tokens come."""
+        """What still waits."""
         rest = self._decode(self._window)[len(self._returned) :]
         self._window, self._num_returned, self._returned = [], 0, ""
         return rest
@@ -184,9 +175,7 @@ class TextStream:
         return new
 
     def _settle_bytes(self, text: str) -> str:
-        """Text of all but the last pending tokens, if it is the same with and without those; else
-        try again later.
-        """
+        """Text of all but the last tokens, if those do not change it; else try again later."""
         last = self._window[-_UNCERTAIN:]
         settled = self._decode(self._window[:-_UNCERTAIN])
         if len(settled) <= len(self._returned) or settled + self._decode(last) != text:
@@ -211,7 +200,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def shield_for(texts: Iterable[str]) -> str:
-    """A non-character that none of the texts holds. Raises TemplateProblem where they hold all."""
+    """A non-character that none of the texts holds. Raises TemplateProblem."""
     used = set().union(*map(set, texts))
     free = next((shield for shield in _SHIELDS if shield not in used), None)
     if free is None:
@@ -220,9 +209,7 @@ def shield_for(texts: Iterable[str]) -> str:
 
 
 def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
-    """A copy of a value of JSON with each control token's name in its strings broken after its
-    first character.
-    """
+    """A copy of a value of JSON with each control token's name broken after its first character."""
     if isinstance(value, str):
         while found := control.findall(value):
             if min(map(len, found)) == 1:
@@ -230,17 +217,13 @@ def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
             value = control.sub(lambda name: name.group()[0] + shield + name.group()[1:], value)
         return value
     if isinstance(value, Mapping):
-        return {
-            shielded(key, control, shield): shielded(item, control, shield)
-            for key, item in value.items()
-        }
+        return dict(shielded(item, control, shield) for item in value.items())
     if isinstance(value, list | tuple):
         return [shielded(item, control, shield) for item in value]
     return value
 
 
 def _end_tokens(folder: Path, fallback: int | None) -> tuple[int, ...]:
-    """In the order of engines: generation config, config, tokenizer."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

@@ -1,6 +1,5 @@
-"""`python -m eyas.serve CONFIG [ends-with-input]`: a server as a process of its own, for
-`running_server`. CONFIG is a ServeConfig as JSON. Its standard input ends where the process that
-started it is killed.
+"""`python -m eyas.serve CONFIG [ends-with-input]`: the process of `running_server`. CONFIG is a
+ServeConfig as JSON; standard input ends when the process that started it is killed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ if __name__ == "__main__":
         threading.Thread(target=_end_with_input, daemon=True).start()
     log_to_stderr(logging.WARNING)
     try:
-        serve(
-            ServeConfig.model_validate_json(sys.argv[1]),
-            on_ready=functools.partial(print, flush=True),
-        )
+        config = ServeConfig.model_validate_json(sys.argv[1])
+        serve(config, on_ready=functools.partial(print, flush=True))
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

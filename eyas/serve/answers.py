@@ -1,4 +1,4 @@
-"""How an answer is sent: server-sent events, JSON in pieces; failures and clients that leave."""
+"""Answers on their way: server-sent events, JSON in pieces, failures, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from eyas.serve.writers import CompletionWriter
 
 LONG_ECHO = 256  # tokens of a prompt with up to 20 alternatives each: some 10 ms to write
 PIECE = 64  # elements of a list
-PART = 16  # updates: after a slow client's many, others write in between
+PART = 16  # updates: others write in between where a slow client has many
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events. If the client disconnects, or has not read all after
-    timeout_s, the source of the events is closed, which cancels its requests.
+    """Server-sent events. If the client disconnects, or has not read all after timeout_s, the
+    source of the events is closed, which cancels its requests.
     """
 
     media_type = "text/event-stream"
@@ -67,11 +67,19 @@ async def event_pieces(
     """The events of a stream: one piece of bytes for up to PART updates that came together. The
     status has been sent by now, so an error is an event too.
     """
+
+    def write(part: list[Update]) -> str:
+        return "".join([completion.chunk(update) for update in part])
+
     batch = first
     async with aclosing(updates):
         while True:
+            part = batch[:PART]
             try:
-                events = await _chunks(completion, batch[:PART])
+                if sum(len(update.prompt_logprobs or ()) for update in part) > LONG_ECHO:
+                    events = await asyncio.to_thread(write, part)
+                else:
+                    events = write(part)
             except Exception as error:
                 yield internal_error(exchange, error).event()
                 return
@@ -91,20 +99,8 @@ async def event_pieces(
     yield (events + completion.end()).encode()
 
 
-async def _chunks(completion: CompletionWriter, batch: list[Update]) -> str:
-    """The events of updates; in a thread where prompts have many log-probabilities."""
-    num_scored = sum(len(update.prompt_logprobs or ()) for update in batch)
-
-    def write() -> str:
-        return "".join([completion.chunk(update) for update in batch])
-
-    return await asyncio.to_thread(write) if num_scored > LONG_ECHO else write()
-
-
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client disconnects. Raises ClientDisconnect,
-    and what `work` raises.
-    """
+    """The result of `work`. Raises what it raises, and ClientDisconnect, which cancels it."""
     task = asyncio.ensure_future(work)
     # the body is read: the next message is the disconnect
     gone = asyncio.ensure_future(http.receive())
@@ -120,7 +116,7 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """JSON as JSONResponse writes it, in pieces: making one blocks other threads, and the
+    """JSON as JSONResponse writes it, in pieces: writing one blocks other threads, and the
     log-probabilities of a long answer are megabytes.
     """
     if isinstance(value, dict) and value:
@@ -146,7 +142,7 @@ def _json(value: Any) -> str:
 
 
 def api_error(error: EyasError) -> ApiError:
-    """The worker's error about a request as the client gets it."""
+    """The worker's error as the client gets it."""
     if isinstance(error, InputError):
         return refused_by_engine(error)
     if isinstance(error, RequestTimeout):

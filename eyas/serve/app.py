@@ -1,11 +1,7 @@
 """The endpoints as a starlette application: OpenAI's, Vertex AI's, health and metrics.
 
-    host, key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's
-        requests -> queue -> updates -> events or one object
-
-Bodies are parsed, rendered and tokenized in threads, so the event loop never waits; large bodies
-have a thread of their own. Every failure is an ApiError. Every request gives one line of log and
-enters the metrics, without any of its text. Until a model is served (`Api.open`), requests get 503.
+Threads parse, render and tokenize bodies, so the event loop never waits. Every failure is an
+ApiError. Every request adds a line to the log and counts to the metrics, without any of its text.
 """
 
 from __future__ import annotations
@@ -86,15 +82,15 @@ LOADING_RETRY_S = 5
 # connection, and the client would see no answer.
 MAX_BODY_OVERRUN = 4
 SMALL_BODY = 16 << 10  # bytes: tokenized in some 10 ms
-LONG_ANSWER = 1024  # tokens: a longer answer is written in the thread of large bodies
-MAX_HELD_BODIES = 16  # bodies of the largest size that may be in memory untranslated
+LONG_ANSWER = 1024  # tokens: the thread of large bodies writes longer answers
+MAX_HELD_BODIES = 16  # of the largest size, in memory before they are translated
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelService:
-    """A loaded model: its public facts, the engine's thread, its translator, its head's card."""
+    """A loaded model."""
 
     info: ModelInfo
     worker: EngineWorker
@@ -103,7 +99,7 @@ class ModelService:
 
     @property
     def info_now(self) -> ModelInfo:
-        """The facts, without a head once it has failed."""
+        """`info`, without a head that has failed."""
         has_head = self.info.has_head and self.worker.draft_failure is None
         return replace(self.info, has_head=has_head)
 
@@ -120,7 +116,7 @@ def create_app(
 ) -> Starlette:
     """The application; it answers 503 until `app.state.api.open` gives it a model.
 
-    model: the name in requests. Raises what reading API keys raises (`AccessControl`).
+    model: the name in requests. Raises what AccessControl raises, and ConfigError.
     """
     api = Api(model, limits or LimitsConfig(), vertex)
 
@@ -131,12 +127,15 @@ def create_app(
 
     middleware = [Middleware(HostCheck, access=api.access)]
     if origins := api.limits.allowed_origins:
-        options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        options |= {
-            "allow_private_network": True,
-            "expose_headers": ["x-request-id", "retry-after"],
-        }
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **options))
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["x-request-id", "retry-after"],
+        )
+        middleware.insert(0, cors)
     app = Starlette(
         routes=api.routes(),
         middleware=middleware,
@@ -148,7 +147,7 @@ def create_app(
 
 
 class HostCheck:
-    """Answers 403 at every path where the header Host is not this server's."""
+    """Answers 403 where the header Host is not this server's."""
 
     def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self._app, self._access = app, access
@@ -170,19 +169,18 @@ def _json_bytes(value: Any) -> bytes:
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{http.method} {http.url.path[:256]}: {error.detail}"
-    if error.status_code == 404 and (path := ELSEWHERE.get(http.url.path)):
-        what += f"; {path}"
-    elif error.status_code == 404:
-        what += f"; there is {', '.join(http.app.state.api.endpoints)}"
+    if error.status_code == 404:
+        known = f"there is {', '.join(http.app.state.api.endpoints)}"
+        what += f"; {ELSEWHERE.get(http.url.path, known)}"
     elif allowed := (error.headers or {}).get("Allow"):
         what += f", only {allowed}"
-    failed = ApiError(error.status_code, what)
-    return JSONResponse(failed.body(), error.status_code, headers=error.headers)
+    body = ApiError(error.status_code, what).body()
+    return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 def copy_head(heads: Path, name: str, copy: str) -> None:
-    """Copy a head's files, since replacing a mapped file would end the process. Raises InputError
-    for files that cannot be read or lie elsewhere.
+    """Copy a head's files: replacing a mapped file would end the process. Raises InputError for
+    files that cannot be read or lie elsewhere.
     """
     home = heads.resolve()
     Path(copy).mkdir()
@@ -201,7 +199,7 @@ def copy_head(heads: Path, name: str, copy: str) -> None:
             raise InputError(what, "copy the head anew") from error
 
 
-Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
+Handler = Callable[[Exchange], Awaitable[Response]]
 
 
 class Api:
@@ -213,31 +211,29 @@ class Api:
                 "limits.heads lets a request swap the head, and the server has no API keys",
                 "give some: --api-keys FILE",
             )
-        self._model = model
-        self._vertex = vertex
+        self._model, self._vertex = model, vertex
         self._metrics = Metrics(model)
         self.probe_paths = {"/health", "/ping", "/metrics"}
         if vertex is not None:
             self.probe_paths.add(vertex.health_route)
-        self._service: ModelService | None = None
-        self._is_draining = False
+        self._service: ModelService  # once it is open
+        self._is_open = self._is_draining = False
         self._num_open = 0  # requests that have not ended
         self._started = int(time.time())
         self._recent_e2e_s = 1.0  # moving mean
-        self._head: str | None = None  # swapped in last
+        self._head: str | None = None  # the last that a request chose
         self._swapping = asyncio.Lock()
-        self._held_bytes = 0  # of bodies not translated yet
+        self._held_bytes = 0  # of bodies before they are translated
         self.endpoints: list[str] = []
         self._lanes = ThreadPoolExecutor(1, "small bodies"), ThreadPoolExecutor(1, "large bodies")
 
     def routes(self) -> list[Route]:
-        """All routes. Vertex AI's come first, unless another endpoint has their path."""
         routes = [
             self._route("/v1/chat/completions", partial(self._complete, ChatRequest), "POST"),
             self._route("/v1/completions", partial(self._complete, TextRequest), "POST"),
             self._route("/v1/responses", partial(self._complete, ResponsesRequest), "POST"),
             self._route("/v1/models", self._models),
-            self._route("/v1/models/{model:path}", self._one_model),
+            self._route("/v1/models/{model:path}", self._models),
             self._route("/server_info", self._server_info),
             self._route("/get_server_info", self._server_info),
             self._route("/tokenize", partial(self._tokens, TokenizeRequest), "POST"),
@@ -245,17 +241,17 @@ class Api:
             self._route("/v1/head", self._swap_head, "POST"),
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's name
-            Route("/version", self._version),
+            Route("/version", JSONResponse({"version": VERSION}), methods=["GET"]),
             Route("/metrics", self._metrics_page),
             Route("/openapi.json", self._openapi),
         ]
-        if self._vertex is not None:
+        if (vertex := self._vertex) is not None:
             known = {route.path for route in routes}
-            if self._vertex.predict_route not in known:
-                route = self._route(self._vertex.predict_route, self._predict, "POST", error_body)
-                routes.insert(0, route)
-            if self._vertex.health_route not in known:
-                routes.insert(0, Route(self._vertex.health_route, self._health))
+            if vertex.predict_route not in known:
+                predict = self._route(vertex.predict_route, self._predict, "POST", error_body)
+                routes.insert(0, predict)
+            if vertex.health_route not in known:
+                routes.insert(0, Route(vertex.health_route, self._health))
         self.endpoints = [route.path for route in routes]
         return routes + page_routes()
 
@@ -264,30 +260,29 @@ class Api:
     async def open(self, service: ModelService) -> None:
         """Start the engine and take requests."""
         service.worker.start()
-        # nothing runs yet: all pages are there to be counted
+        # nothing runs yet: all pages are available
         counters = await service.worker.inspect(Engine.metrics)
         self._metrics.num_pages = counters["pages_available"]
         self._metrics.card = service.card
-        self._service = service
+        self._service, self._is_open = service, True
 
     def drain(self) -> None:
         """Take no more requests; those that run have limits.shutdown_s to finish."""
         self._is_draining = True
-        if self._service is None:  # it never served
-            return
-        worker = self._service.worker
-        log.info("shutting down", extra={"data": {"requests": worker.num_requests}})
-        asyncio.get_running_loop().call_later(self.limits.shutdown_s, worker.fail_all)
+        if self._is_open:
+            worker = self._service.worker
+            log.info("shutting down", extra={"data": {"requests": worker.num_requests}})
+            asyncio.get_running_loop().call_later(self.limits.shutdown_s, worker.fail_all)
 
     @property
     def is_drained(self) -> bool:
-        """Whether no request runs, and a regular scraper has the last counters."""
+        """Whether no request runs, and a regular scraper has read the last counters."""
         return self._num_open == 0 and not self._metrics.is_awaited
 
     async def close(self) -> None:
         for lane in self._lanes:
             lane.shutdown(wait=False, cancel_futures=True)
-        if self._service is not None:
+        if self._is_open:
             await self._service.worker.stop()
 
     # Every request
@@ -299,7 +294,7 @@ class Api:
         method: str = "GET",
         error_form: Callable[[ApiError], dict[str, Any]] = ApiError.body,
     ) -> Route:
-        """A route that needs a key and a model. Exceptions of its handler become answers."""
+        """A route that needs a key and a model."""
 
         async def respond(http: HttpRequest) -> Response:
             exchange = Exchange(http)
@@ -312,10 +307,10 @@ class Api:
                 key = http.headers.get("authorization", "")
                 exchange.client = await self.access.client_name(key, address)
                 self.access.count(exchange.client)
-                if self._service is None:
+                if not self._is_open:
                     what = "the model is being loaded"
                     raise ApiError(503, what, code="loading", retry_after=LOADING_RETRY_S)
-                response = await handle(exchange, self._service)
+                response = await handle(exchange)
             except ApiError as error:
                 exchange.failure = exchange.failure or error.code or "bad_request"
                 response = JSONResponse(error_form(error), error.status, error.headers)
@@ -344,8 +339,7 @@ class Api:
     # Endpoints
 
     async def _health(self, _: HttpRequest) -> Response:
-        """200 while the engine takes requests, with or without its head; else 503 and why."""
-        if self._service is None:
+        if not self._is_open:
             return JSONResponse({"status": "loading"}, 503, {"retry-after": str(LOADING_RETRY_S)})
         worker = self._service.worker
         if self._is_draining:
@@ -360,9 +354,9 @@ class Api:
         return JSONResponse({"status": "failed", "error": error}, 503)
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
-        """Works while the server drains. Without a running engine: the server's own part."""
+        # without a running engine: the server's own part
         counters, num_samples = dict[str, float](), 0
-        if self._service is not None:
+        if self._is_open:
             num_samples = self._service.worker.num_samples
             with suppress(EngineFailure):
                 counters = await self._service.worker.inspect(Engine.metrics)
@@ -373,31 +367,19 @@ class Api:
         predict_route = None if self._vertex is None else self._vertex.predict_route
         return JSONResponse(document(self._model, predict_route))
 
-    async def _version(self, _: HttpRequest) -> Response:
-        return JSONResponse({"version": VERSION})
-
     async def _tokens(
-        self,
-        kind: type[TokenizeRequest | DetokenizeRequest],
-        exchange: Exchange,
-        service: ModelService,
+        self, kind: type[TokenizeRequest | DetokenizeRequest], exchange: Exchange
     ) -> Response:
         def answer(text: bytes) -> bytes:
-            return _json_bytes(service.translator.counted(parse_body(kind, text)))
+            return _json_bytes(self._service.translator.counted(parse_body(kind, text)))
 
         found = await self._translated(exchange.http, answer)
         return Response(found, media_type="application/json")
 
-    async def _models(self, exchange: Exchange, service: ModelService) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(service)]})
-
-    async def _one_model(self, exchange: Exchange, service: ModelService) -> Response:
-        service.translator.check_name(exchange.http.path_params["model"])
-        return JSONResponse(self._card(service))
-
-    def _card(self, service: ModelService) -> dict[str, Any]:
-        info = service.info_now
-        return {
+    async def _models(self, exchange: Exchange) -> Response:
+        name, info = exchange.http.path_params.get("model"), self._service.info_now
+        self._service.translator.check_name(name)
+        card = {
             "id": info.model,
             "object": "model",
             "created": self._started,
@@ -406,16 +388,17 @@ class Api:
             "max_model_len": info.max_length,
             "eyas": asdict(info),
         }
+        return JSONResponse({"object": "list", "data": [card]} if name is None else card)
 
-    async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
-        """`sglang.bench_serving` reads tau from it, under both of SGLang's names."""
+    async def _server_info(self, _: Exchange) -> Response:
+        # `sglang.bench_serving` reads tau from it, under both of SGLang's names
         states = [{"avg_spec_accept_length": self._metrics.tau}]
-        info = {"served_model_name": self._model, "eyas": asdict(service.info_now)}
+        info = {"served_model_name": self._model, "eyas": asdict(self._service.info_now)}
         return JSONResponse({**info, "internal_states": states})
 
-    async def _swap_head(self, exchange: Exchange, service: ModelService) -> Response:
+    async def _swap_head(self, exchange: Exchange) -> Response:
         name = (await self._translated(exchange.http, partial(parse_body, HeadRequest))).head
-        heads = self.limits.heads
+        heads, worker = self.limits.heads, self._service.worker
         if heads is None:
             message = "this server keeps its head: start it with limits.heads and API keys"
             raise ApiError(403, message, code="head_is_fixed")
@@ -429,29 +412,28 @@ class Api:
                 copy = str(Path(folder) / name)
                 try:
                     await asyncio.to_thread(copy_head, heads, name, copy)
-                    await service.worker.swap_head(copy)
+                    await worker.swap_head(copy)
                 except InputError as error:
                     message = refused_by_engine(error).message.replace(copy, name)
                     raise ApiError(400, message, "head", "head_refused") from error
                 except EngineFailure as error:
                     raise api_error(error) from error
                 before, self._head = self._head, name
-                promised = partial(card_figures, str(heads / name), service.worker.speculation)
-                self._metrics.card = await asyncio.to_thread(promised)
+                self._metrics.card = await asyncio.to_thread(
+                    card_figures, str(heads / name), worker.speculation
+                )
         log.info("another head drafts", extra={"data": {"head": name, "before": before}})
         return JSONResponse({"head": name, "before": before})
 
-    async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
-        """A body of OpenAI, or all instances at once: one that fails fails all."""
-
+    async def _predict(self, exchange: Exchange) -> Response:
         def translate(text: bytes) -> tuple[bool, CompletionWriter] | list[CompletionWriter]:
             if (alone := openai_body(text, self._model)) is not None:
-                return self._completion(service, alone)
+                return self._completion(alone)
             completions, bodies = [], instances(text, self._model)
-            self._check_answers(service, bodies)
+            self._check_answers(bodies)
             for number, body in enumerate(bodies):
                 try:
-                    completions.append(service.translator.completion(body))
+                    completions.append(self._service.translator.completion(body))
                 except ApiError as error:
                     raise located(error, number, {}, {}) from error
             check_logprobs([request for one in completions for request in one.requests])
@@ -459,35 +441,29 @@ class Api:
 
         completions = await self._translated(exchange.http, translate)
         if isinstance(completions, tuple):
-            return await self._answer(exchange, service, *completions)
-
-        def write() -> dict[str, Any]:
-            return {"predictions": [one.whole() for one in completions]}
-
-        return await self._whole(exchange, service, completions, write)
-
-    async def _complete(
-        self, kind: type[Body], exchange: Exchange, service: ModelService
-    ) -> Response:
-
-        def translate(text: bytes) -> tuple[bool, CompletionWriter]:
-            return self._completion(service, parse_body(kind, text))
-
-        return await self._answer(
-            exchange, service, *await self._translated(exchange.http, translate)
+            return await self._answer(exchange, *completions)
+        # one instance that fails fails all
+        return await self._whole(
+            exchange, completions, lambda: {"predictions": [one.whole() for one in completions]}
         )
 
-    def _completion(self, service: ModelService, body: Body) -> tuple[bool, CompletionWriter]:
+    async def _complete(self, kind: type[Body], exchange: Exchange) -> Response:
+        def translate(text: bytes) -> tuple[bool, CompletionWriter]:
+            return self._completion(parse_body(kind, text))
+
+        return await self._answer(exchange, *await self._translated(exchange.http, translate))
+
+    def _completion(self, body: Body) -> tuple[bool, CompletionWriter]:
         """Whether a body asks for a stream, and its completion."""
-        self._check_answers(service, [body])
-        completion = service.translator.completion(body)
+        self._check_answers([body])
+        completion = self._service.translator.completion(body)
         if not body.stream:
             check_logprobs(completion.requests)
         return body.stream, completion
 
-    def _check_answers(self, service: ModelService, bodies: Sequence[Body]) -> None:
-        wanted = sum(1 if isinstance(one, ResponsesRequest) else one.num_answers for one in bodies)
-        most = service.worker.max_batch + self.limits.max_queue
+    def _check_answers(self, bodies: Sequence[Body]) -> None:
+        wanted = sum(one.num_answers for one in bodies)
+        most = self._service.worker.max_batch + self.limits.max_queue
         if wanted > most:
             raise ApiError(
                 400, f"{wanted} samples are more than this server holds at once, {most}", "n"
@@ -496,18 +472,14 @@ class Api:
     # Answers
 
     async def _answer(
-        self,
-        exchange: Exchange,
-        service: ModelService,
-        is_stream: bool,
-        completion: CompletionWriter,
+        self, exchange: Exchange, is_stream: bool, completion: CompletionWriter
     ) -> Response:
         if not is_stream:
-            return await self._whole(exchange, service, [completion], completion.whole)
+            return await self._whole(exchange, [completion], completion.whole)
         began = time.monotonic()
-        updates = self._submit(exchange, service, [completion])
+        updates = self._submit(exchange, [completion])
         # The first update decides between an error status and 200, so headers wait for it.
-        first = await self._done(exchange, service, anext(updates))
+        first = await self._done(exchange, anext(updates))
         events = event_pieces(first, updates, exchange, completion)
         left_s = began + self.limits.request_timeout_s - time.monotonic()
         return EventStream(events, left_s, exchange, self._end)
@@ -515,12 +487,11 @@ class Api:
     async def _whole(
         self,
         exchange: Exchange,
-        service: ModelService,
         completions: Sequence[CompletionWriter],
         write: Callable[[], Any],
     ) -> Response:
         """Run completions to their ends; `write` makes the answer, in a thread."""
-        updates = self._submit(exchange, service, completions)
+        updates = self._submit(exchange, completions)
         owners = {request.id: one for one in completions for request in one.requests}
 
         async def keep() -> None:
@@ -531,25 +502,25 @@ class Api:
                     if all(one.is_over for one in completions):
                         break
 
-        await self._done(exchange, service, keep())
+        await self._done(exchange, keep())
         lane = self._lanes[sum(one.num_written for one in completions) > LONG_ANSWER]
         text = await asyncio.get_running_loop().run_in_executor(lane, lambda: _json_bytes(write()))
         return Response(text, media_type="application/json")
 
     def _submit(
-        self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
+        self, exchange: Exchange, completions: Sequence[CompletionWriter]
     ) -> AsyncGenerator[list[Update]]:
         exchange.completions = completions
         requests = [request for one in completions for request in one.requests]
         limits = self.limits
-        return service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
+        return self._service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
 
-    async def _done(self, exchange: Exchange, service: ModelService, work: Awaitable[T]) -> T:
+    async def _done(self, exchange: Exchange, work: Awaitable[T]) -> T:
         try:
             return await while_connected(exchange.http, work)
         except QueueFull as error:
             exchange.completions = ()  # none of them ran
-            waited_s = self._recent_e2e_s * error.num_waiting / service.worker.max_batch
+            waited_s = self._recent_e2e_s * error.num_waiting / self._service.worker.max_batch
             wait_s = min(max(1, round(waited_s)), 60)
             raise ApiError(429, error.what, code="queue_full", retry_after=wait_s) from error
         except EyasError as error:

@@ -1,8 +1,7 @@
-"""The fields that bodies of requests share: OpenAI's, and the supported ones of vLLM and SGLang.
+"""The fields that bodies of requests share: OpenAI's, and some of vLLM, SGLang and llama.cpp.
 
-Nothing is ignored silently. A field that changes no output is accepted and dropped (`IGNORED`), a
-known but unsupported field is accepted only with a value that changes nothing (`OFF`), null equals
-leaving a field out, and an unknown field is an error.
+Fields that change no output are dropped (`IGNORED`); unsupported ones may have a value that changes
+nothing (`OFF`); null equals leaving a field out; an unknown field is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from eyas.serve.limits import ApiError, unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
-# Unsupported fields with the values that change nothing; a body's own field comes first.
+# Unsupported fields, where a body has no field of the name, with the values that change nothing.
 OFF: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
@@ -58,10 +57,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     )
     for name in names.split()
 }
-# what to send instead
 INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
-# Fields that change no output here: notes, hints to caches and queues, a hosted model's verbosity.
-# Nothing is stored with or without `store`.
+# Fields that change no output here: notes, hints to caches and queues; nothing is ever stored.
 IGNORED = frozenset(
     {
         *("cache_control", "cache_prompt", "metadata", "prediction", "prompt_cache_key"),
@@ -79,8 +76,8 @@ VLLM_KINDS = {"json_": "json_schema", "json_object": "json_schema", "regex": "re
 VLLM_KINDS |= {"choice": "regex", "grammar": "grammar"}
 BodyT = TypeVar("BodyT", bound=BaseModel)
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
-# Checked before validation, which then blocks other threads for 30 ms at most. 2,000 messages of
-# several parts, or 128 tools of 40 parameters, have 14,000 keys and brackets.
+# Validation blocks other threads, for 30 ms with so much. 2,000 messages of several parts, or 128
+# tools of 40 parameters, have 14,000 keys and brackets.
 MAX_KEYS = 16_384  # and objects and arrays
 MAX_VALUES = 262_144  # token ids, most of them
 MAX_BIASES = 1024
@@ -94,9 +91,7 @@ _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # in Rust's regular express
 
 
 class Strict(BaseModel):
-    """A JSON object with known fields of their own types only; fields named in `ignored` may have
-    any value.
-    """
+    """A JSON object with known fields of their own types; those in `ignored` may have any value."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, regex_engine="rust-regex"
@@ -113,9 +108,7 @@ class Strict(BaseModel):
 
 
 class RequestBody(Strict):
-    """A body in which null means nothing, and fields of `off` may have a value that changes
-    nothing.
-    """
+    """A body in which null means nothing; fields of `off` may have a value that changes nothing."""
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -142,7 +135,7 @@ class RequestBody(Strict):
 
 
 def few_keys(value: Any, most: int = MAX_BIASES) -> Any:
-    """The value, unless it is an object with too many keys: each wrong one would be an error."""
+    """The value. Raises ApiError for an object with too many keys: each may be an error."""
     if isinstance(value, dict) and len(value) > most:
         raise ApiError(400, f"an object has {len(value)} keys, the limit is {most}")
     return value
@@ -176,8 +169,7 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
 JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # finite: an answer may repeat it
 
 
-# Options whose form in JSON differs from the engine's: validators beside the engine's bounds, or
-# types with bounds of their own.
+# Options with another form in JSON: validators beside the engine's bounds, or types of their own.
 _FORMS: dict[str, Any] = {
     "temperature": AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0),
     "top_k": Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))],
@@ -195,7 +187,7 @@ _FORMS: dict[str, Any] = {
         list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
     ],
 }
-# options with names and defaults of each endpoint, or with several fields
+# Each endpoint has its own names and defaults of these.
 _OWN = {"max_tokens", "logprobs", "prompt_logprobs", *KINDS}
 
 
@@ -225,8 +217,8 @@ class SamplingFields(_Options):
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats puts the counts so far into every chunk, as in vLLM. include_rounds is
-    our own: what each round drafted, and where its tokens come from. Chunks are never padded.
+    """continuous_usage_stats: vLLM's, the counts so far in every chunk. include_rounds: ours, what
+    each round drafted, and where its tokens come from. Chunks are never padded.
     """
 
     include_obfuscation: Literal[False] = False
@@ -279,13 +271,13 @@ class ResponseFormat(Strict):
 
 
 class CompletionRequest(SamplingFields):
-    """The fields of chats and texts, with OpenAI's defaults. Those without a source are OpenAI's.
-
-    Constraints of the answer have many names; at most one may be given.
+    """The fields of chats and texts, with OpenAI's defaults; those without a source are OpenAI's.
+    At most one field may constrain the answer.
     """
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
+    default_tokens: ClassVar[int | None] = None  # the limit of an answer; None: all the room
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -351,11 +343,6 @@ class CompletionRequest(SamplingFields):
         return self.n
 
     @property
-    def default_tokens(self) -> int | None:
-        """The limit of an answer when none is given; None: all the room."""
-        return None
-
-    @property
     def num_logprobs(self) -> int | None:
         """SamplingParams.logprobs."""
         raise NotImplementedError
@@ -371,8 +358,8 @@ class CompletionRequest(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_rounds
 
     def constraint(self) -> dict[str, str]:
-        """The json_schema, regex or grammar that the answer must follow, as in SamplingParams; or
-        nothing. Raises ApiError when several fields constrain it.
+        """The json_schema, regex or grammar that the answer must follow, for SamplingParams. Raises
+        ApiError when several fields constrain it.
         """
         vllm, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
         schema = None if wanted is None else wanted.schema_of_answer
@@ -412,7 +399,6 @@ def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse a body of too many keys or values before parsing it."""
     if sum(map(body.count, (b"{", b"[", b":"))) <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
         return
     # What a string holds does not count.
@@ -442,7 +428,7 @@ def _refusal(error: ValidationError, body: bytes) -> ApiError:
 
 
 def _written_path(location: tuple[int | str, ...], body: bytes, names_a_key: bool) -> list[str]:
-    """The steps of a location that the client wrote; pydantic also names members of unions."""
+    # pydantic's location also names members of unions
     try:
         place = json.loads(body)
     except (ValueError, RecursionError):

@@ -41,15 +41,13 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
-# statuses sent before the body is read: its rest must not be taken for a request
+# Sent before the body is read: its rest must not be read as a request.
 _CLOSES = (403, 408, 413)
 
 
 class LimitsConfig(BaseModel):
-    """Who may send requests, and what they may cost.
-
-    Without API keys the server is open to every client that can connect. Hosts are checked where
-    they are given, and without keys on the loopback.
+    """Who may send requests, and what they may cost. Without API keys every client that can connect
+    is served. Hosts are checked where they are given, and without keys on the loopback.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -97,9 +95,7 @@ class LimitsConfig(BaseModel):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error answer: HTTP status and OpenAI's `message`, `type`, `param`, `code`; retry_after in
-    seconds.
-    """
+    """An error answer: HTTP status, OpenAI's `message`, `param`, `code`; retry_after in seconds."""
 
     status: int
     message: str
@@ -126,26 +122,26 @@ class ApiError(Exception):
         return {"error": error}
 
     def event(self) -> bytes:
-        """As a server-sent event, for a stream whose status is sent already."""
+        """As a server-sent event."""
         return f"data: {json.dumps(self.body())}\n\n".encode()
 
 
 def unsupported(param: str, what: str) -> ApiError:
-    """The error for a field, or a value of it, that this server does not support."""
+    """The error for a field or a value that this server does not support."""
     return ApiError(400, f"{param}: {what}", param, "unsupported_parameter")
 
 
 def refused_by_engine(error: InputError) -> ApiError:
-    """The engine's error as the client's; `param` is the setting that the message begins with."""
+    """The engine's error as the client gets it; `param` is the setting that it begins with."""
     first = error.what.removeprefix("the ").split(" ", 1)[0]
     is_setting = "_" in first and first.replace("_", "").isalnum()
     is_setting = is_setting or first in ("temperature", "regex", "grammar", "seed")
-    hint = f": {error.hint}" if error.hint else ""
-    return ApiError(400, f"{error.what}{hint}", first if is_setting else None)
+    message = f"{error.what}: {error.hint}" if error.hint else error.what
+    return ApiError(400, message, first if is_setting else None)
 
 
 def named_host(header: str) -> str:
-    """The host in the header Host, without its port, in small letters; "" for none."""
+    """The host of a header Host, without port, in lower case; "" for none."""
     found = _HOST.fullmatch(header.strip().lower())
     return found["name"].strip("[]") if found else ""
 
@@ -157,27 +153,26 @@ def _is_address(host: str) -> bool:
 
 
 class AccessControl:
-    """Checks hosts, API keys and rates. Keys are held as digests; the log names a client by eight
-    digits of its key's digest. Raises what `read_keys` raises.
+    """Checks hosts, API keys and rates; the log names a client by eight digits of its key's digest.
+    Raises what `key_digests` raises.
     """
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._file = limits.api_keys
         self._file_state = _state_of(self._file)
-        self._digests = _digests(read_keys(self._file))
-        self.needs_key = bool(self._digests)  # for good, whatever the file holds later
+        self._digests = key_digests(self._file)
+        self.needs_key = bool(self._digests)  # an empty file later does not open the server
         self._rate = limits.requests_per_minute
         self._hosts = _LOOPBACK | {host.lower() for host in limits.allowed_hosts}
-        # also set for a server on the loopback
-        self.checks_hosts = bool(limits.allowed_hosts)
+        self.checks_hosts = bool(limits.allowed_hosts)  # the server sets it on the loopback
         # name: (requests left, at which time)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
         # known pairs of address and key: guesses at the same address do not lock them out
         self._let_in: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def check_host(self, header: str) -> None:
-        """Raise ApiError 403 for a name that is not this server's: a foreign web page can point its
-        own name at the loopback (DNS rebinding) and would read answers. With keys none can.
+        """Raise ApiError 403 for a name that is not this server's: a web page can point its own
+        name at the loopback (DNS rebinding) and read answers, unless there are keys.
         """
         if self.needs_key or not self.checks_hosts or "*" in self._hosts:
             return
@@ -193,8 +188,8 @@ class AccessControl:
             )
 
     async def client_name(self, authorization: str, address: str) -> str:
-        """The client's name for the log: of its key, else its address. Raises ApiError 401; and 429
-        to an address with many wrong keys, except with keys it was let in with before.
+        """The client's name for the log. Raises ApiError 401, and 429 to an address with many wrong
+        keys, except with a key that was right before.
         """
         if not self.needs_key:
             return address
@@ -217,15 +212,12 @@ class AccessControl:
         return f"key-{digest.hex()[:8]}"
 
     def _read_again(self) -> None:
-        """Take the keys of the file. A file that cannot be read, or holds none, lets nobody in: it
-        may have been emptied to revoke a key.
-        """
         self._file_state = _state_of(self._file)
         try:
-            self._digests = _digests(read_keys(self._file))
+            self._digests = key_digests(self._file)
             log.info("read API keys", extra={"data": {"keys": len(self._digests)}})
-        except EyasError as error:
-            self._digests = _digests(read_keys(None))
+        except EyasError as error:  # its keys may be revoked: none is valid any more
+            self._digests = key_digests(None)
             log.error("API keys", extra={"data": {"error": f"{error.what}: none of it is valid"}})
 
     def count(self, name: str) -> None:
@@ -248,21 +240,17 @@ class AccessControl:
             self._buckets.popitem(last=False)
 
 
-def _digests(keys: list[str]) -> list[bytes]:
-    return [hashlib.sha256(key.encode()).digest() for key in keys]
-
-
 def _state_of(file: Path | None) -> tuple[int, ...] | None:
-    """What changes with the content of a file; None without one."""
-    try:
-        found = file.stat() if file is not None else None
-    except OSError:
-        return None
-    return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
+    """What changes with the content of a file."""
+    if file is not None:
+        with suppress(OSError):
+            found = file.stat()
+            return found.st_mtime_ns, found.st_ino, found.st_size
+    return None
 
 
 def _read_text(path: Path) -> str:
-    """A file's text; does not wait for the writer of a pipe. Raises OSError, UnicodeDecodeError."""
+    # does not wait for the writer of a pipe
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("no regular file")
@@ -272,10 +260,8 @@ def _read_text(path: Path) -> str:
     return text.decode("utf-8-sig")
 
 
-def read_keys(path: Path | None) -> list[str]:
-    """The keys of the environment and of a file with one per line. Raises MissingInputError,
-    ConfigError.
-    """
+def key_digests(path: Path | None) -> list[bytes]:
+    """Of the keys of the environment and of a file. Raises MissingInputError, ConfigError."""
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
         try:
@@ -294,4 +280,4 @@ def read_keys(path: Path | None) -> list[str]:
                 "write one per line; without the setting no key is needed",
             )
         keys += found
-    return [key for key in keys if key]
+    return [hashlib.sha256(key.encode()).digest() for key in keys if key]

@@ -1,8 +1,7 @@
-"""What the server reports about itself: metrics for Prometheus, and a line of log per request.
+"""Metrics for Prometheus, and a line of log per request; neither holds any of a request's text.
 
-Metrics have vLLM's names where vLLM has one, with the prefix `eyas:`. Requests are counted as they
-end; the engine's counts are read at each scrape. No label, value or line of log holds anything of a
-request's text.
+Metrics have vLLM's names where vLLM has one, with the prefix `eyas:`. Requests count when they end;
+each scrape reads the engine's counters.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _HISTOGRAMS = (
     ("request_prompt_tokens", "tokens of a request's prompts"),
     ("request_generation_tokens", "tokens of a request's answers"),
 )
-# Of the engine's counters: name here, name there, what it counts.
+# Name here, the engine's counter, what it counts.
 _COUNTERS = (
     ("num_preemptions", "preemptions", "samples that gave up their pages and waited again"),
     ("prefix_cache_queries", "prompt_tokens", "tokens of prompts that were looked up"),
@@ -62,7 +61,7 @@ _OF_ROUNDS = (
     ("round_real_seconds", "real_ms", 1e-3, "what they took"),
 )
 _KINDS = ("plain", "tree")  # kinds of rounds
-# The figures of the head's card, for which deploy/prometheus-rules.yaml holds its traffic to them.
+# The head's card, which deploy/prometheus-rules.yaml compares with the traffic.
 _OF_CARD = {
     "tau": "what the head's card promises",
     "se": "standard error of that tau",
@@ -77,9 +76,7 @@ _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 @dataclass
 class Exchange:
     """One HTTP request, for the log and the metrics. id: the client's own if it can be logged.
-
-    completions: one, or one for each instance of a prediction. failure: in one word. started:
-    perf_counter, seconds.
+    completions: one, or one for each instance of a prediction. started: perf_counter, seconds.
     """
 
     http: HttpRequest
@@ -93,11 +90,11 @@ class Exchange:
         sent = self.http.headers.get("x-request-id", "")
         self.id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         trace = self.http.headers.get("traceparent", "")
-        # repeated in the log and in the answer
+        # for the log and the answer
         self.traced = {"traceparent": trace} if _TRACE.fullmatch(trace) else {}
 
     def facts(self, status: int) -> dict[str, Any]:
-        """What the log says: client, counts and times."""
+        """What the log says."""
         facts: dict[str, Any] = {
             "request_id": self.id,
             **self.traced,
@@ -124,9 +121,7 @@ class Exchange:
 
 
 def card_figures(place: str, speculation: str) -> list[CardTau]:
-    """What the card of a served head promises for the drafts that are served; nothing without a
-    card.
-    """
+    """The figures of a served head's card for the drafts that are served; none without a card."""
     try:
         return of_size(card_of_head(locate(place)), speculation)
     except EyasError as error:  # the head serves all the same
@@ -135,9 +130,7 @@ def card_figures(place: str, speculation: str) -> list[CardTau]:
 
 
 class Metrics(Collector):
-    """All metrics of one server. num_pages: of the engine's cache. card: the head's figures for the
-    drafts that are served.
-    """
+    """All metrics of one server. num_pages: of the engine's cache. card: as `card_figures`."""
 
     def __init__(self, model: str) -> None:
         self.num_pages = 1.0
@@ -208,8 +201,8 @@ class Metrics(Collector):
     # At a scrape
 
     def page(self, engine: Mapping[str, float], num_samples: int) -> bytes:
-        """All metrics in Prometheus' text format. engine: its counters; num_samples: running or
-        waiting, as the server counts them.
+        """All metrics in Prometheus' text format. engine: its counters; num_samples: that run or
+        wait here.
         """
         self._scrapes.append(time.monotonic())
         self._has_news = False
@@ -218,8 +211,8 @@ class Metrics(Collector):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether there is something new since the last scrape, and the next is due: after the
-        pause between the last two, or soon after.
+        """Whether requests have ended since the last scrape, and the next may still come: within
+        1.5 times the pause between the last two.
         """
         if not self._has_news or len(self._scrapes) < 2:
             return False
@@ -227,7 +220,7 @@ class Metrics(Collector):
         return time.monotonic() < last + 1.5 * (last - before)
 
     def collect(self) -> Iterator[Metric]:
-        """The card's and the engine's part; Prometheus' registry calls it."""
+        """The card's and the engine's part, for Prometheus' registry."""
         for name, about in _OF_CARD.items():
             of_card = GaugeMetricFamily(
                 f"eyas:card_{name}", about, labels=("model_name", "temperature")

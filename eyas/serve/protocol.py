@@ -23,15 +23,13 @@ from eyas.serve.fields import (
 )
 from eyas.serve.limits import ApiError, unsupported
 
-TEXT_MAX_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 1024
 MAX_NAME = 256  # characters of a participant's
 
-# further fields of other servers' answers, which clients send back
+# Fields of other servers' answers, which clients send back.
 NOTES = frozenset({"id", "provider_specific_fields", "reasoning_details", "thinking_blocks"})
 MAX_TOOLS = 128
 MAX_OPTIONS = 16
-MAX_HEAD_NAME = 255
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
@@ -81,11 +79,7 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn of a conversation.
-
-    Several text parts are joined; null equals a field left out. Templates see name and
-    reasoning_content; most ignore them, or read them of some turns only.
-    """
+    """One turn of a conversation. Templates get name and reasoning_content; most ignore them."""
 
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS | NOTES | {"annotations"}
 
@@ -134,8 +128,8 @@ class ChatMessage(Strict):
         return len(self.text) + len(self.reasoning_content or "") + calls
 
     def for_template(self) -> dict[str, Any]:
-        """The turn as chat templates take it, with the arguments of tool calls as objects. Raises
-        ApiError for arguments that are no JSON object.
+        """The turn for a chat template, with the arguments of calls as objects. Raises ApiError for
+        arguments that are no JSON object.
         """
         turn: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -163,9 +157,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    """strict: arguments that follow the schema; they do where tool_choice names or requires a
-    tool.
-    """
+    """strict is accepted: calls follow the schema where tool_choice names or requires a tool."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     description: str | None = None
@@ -180,10 +172,8 @@ class Tool(Strict):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        return {
-            "type": "function",
-            "function": self.function.model_dump(exclude_none=True, exclude={"strict"}),
-        }
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": function}
 
 
 class NamedFunction(Strict):
@@ -267,7 +257,7 @@ class ChatRequest(CompletionRequest):
 
 
 def _few_prompts(prompts: Any) -> Any:
-    """The value, unless it is too many prompts; a list of integers is one of tokens."""
+    # a list of integers is one prompt
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and type(prompts[0]) is not int:
         raise PydanticCustomError(
             "too_many_prompts",
@@ -278,9 +268,11 @@ def _few_prompts(prompts: Any) -> Any:
 
 
 class TextRequest(CompletionRequest):
-    """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's, with
-    vLLM's default. With echo, logprobs cover the prompt too; max_tokens 0 answers nothing.
+    """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's. With echo,
+    logprobs cover the prompt too; max_tokens 0 answers nothing.
     """
+
+    default_tokens: ClassVar[int | None] = 16  # OpenAI's
 
     prompt: Annotated[
         str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)],
@@ -295,7 +287,7 @@ class TextRequest(CompletionRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, each as text or as tokens."""
+        """Each as text or as tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         tokens = [one for one in self.prompt if isinstance(one, int)]
@@ -304,10 +296,6 @@ class TextRequest(CompletionRequest):
     @property
     def num_answers(self) -> int:
         return self.n * len(self.prompts)
-
-    @property
-    def default_tokens(self) -> int:
-        return TEXT_MAX_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
@@ -322,8 +310,8 @@ class TextRequest(CompletionRequest):
 
 
 class TokenizeRequest(RequestBody):
-    """vLLM's body (prompt or messages), and llama.cpp's (content), each with its own default for
-    special tokens around a text.
+    """vLLM's body (prompt or messages), and llama.cpp's (content), with their own defaults of
+    special tokens.
     """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -350,23 +338,13 @@ class TokenizeRequest(RequestBody):
             raise ApiError(400, "give one of prompt, content and messages", "prompt")
         return self
 
-    @property
-    def text(self) -> str:
-        return self.prompt if self.prompt is not None else self.content or ""
-
-    @property
-    def adds_special(self) -> bool:
-        return self.add_special if self.prompt is None else self.add_special_tokens
-
 
 class HeadRequest(RequestBody):
-    """Which head drafts from now on: the name of a folder among `limits.heads`."""
+    """The head that drafts from now on: the name of a folder in `limits.heads`."""
 
-    head: str = Field(min_length=1, max_length=MAX_HEAD_NAME)
+    head: str = Field(min_length=1, max_length=255)
 
 
 class DetokenizeRequest(RequestBody):
-    """vLLM's and llama.cpp's body."""
-
     model: str | None = None
     tokens: list[TokenId] = Field(fail_fast=True)

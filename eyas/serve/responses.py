@@ -1,12 +1,5 @@
-"""OpenAI's Responses API without a store: a body of /v1/responses is a chat under other names, and
-its answer a list of items, whole or in events.
-
-    input items        message | function_call | function_call_output      -> turns of a chat
-                       reasoning                                           -> nothing
-    output items       message (one output_text) | function_call           <- words and calls
-
-What needs a store (previous_response_id, conversation, background) or tools that run here is
-refused by name.
+"""OpenAI's Responses API without a store: a body of /v1/responses becomes a chat, and the answer's
+words and calls become items (message, function_call).
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
 HOSTED = re.compile(r"\w+_call(_output)?\..+")  # types of OpenAI's hosted tools
 INCLUDED = rf"^(message\.output_text\.logprobs|reasoning\.encrypted_content|{HOSTED.pattern})$"
-# fields with the same name in a chat, and the names of others, for errors
+# Fields that have the same name in a chat; for errors, those of a chat that have another here.
 SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
 RESPONSE_NAMES = {
     "messages": "input",
@@ -97,7 +90,7 @@ class FunctionOutputItem(Strict):
 
 
 class ReasoningItem(BaseModel):
-    """Thoughts of an earlier answer: the model reads none, as with most templates."""
+    """Thoughts of an earlier answer: the model gets none, as with most templates."""
 
     type: Literal["reasoning"]
 
@@ -126,8 +119,6 @@ InputItem = Annotated[
 
 
 class FunctionTool(Function):
-    """A function of the client."""
-
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS
 
     type: Literal["function"]
@@ -137,7 +128,7 @@ class FunctionTool(Function):
 
 
 class HostedTool(BaseModel):
-    """A tool of OpenAI's servers, which agents send along unasked: the model is not shown it."""
+    """A tool of OpenAI's servers, which agents send unasked: the model does not see it."""
 
     type: str = Field(json_schema_extra={"not": {"const": "function"}})
 
@@ -170,7 +161,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """No item of reasoning is ever written, so there is nothing to summarise."""
+    """Answers have no items of reasoning, so there is nothing to summarise."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"context", "summary", "generate_summary"})
 
@@ -183,7 +174,9 @@ class ObfuscationOptions(Strict):
 
 
 class ResponsesRequest(RequestBody):
-    """The body of /v1/responses, with OpenAI's defaults, but for store: nothing is stored."""
+    """The body of /v1/responses, with OpenAI's defaults, but nothing is stored: fields that need a
+    store are refused by name.
+    """
 
     ignored: ClassVar[frozenset[str]] = (IGNORED - {"metadata"}) | {"max_tool_calls"}
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -198,6 +191,7 @@ class ResponsesRequest(RequestBody):
         "prompt": (),
         "truncation": ("disabled",),
     }
+    num_answers: ClassVar[int] = 1
 
     model: str | None = None
     input: (
@@ -247,8 +241,8 @@ class ResponsesRequest(RequestBody):
         hosted = {one.type[:MAX_SHOWN] for one in self.tools if isinstance(one, HostedTool)}
         hosted |= {one for one in self.include if HOSTED.match(one)}
         if hosted:
-            what = "tools that are no functions are left out"
-            log.warning(what, extra={"data": {"types": sorted(hosted)}})
+            data = {"types": sorted(hosted)}
+            log.warning("tools that are no functions are left out", extra={"data": data})
         if isinstance(choice, HostedTool):
             what = f"this server has no tool {choice.type[:MAX_SHOWN]!r}: name a function, or auto"
             raise ApiError(400, what, "tool_choice")
@@ -267,7 +261,6 @@ class ResponsesRequest(RequestBody):
         )
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Calls belong to the assistant's message before them, as in the answer."""
         turns: list[dict[str, Any]] = []
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
@@ -282,6 +275,7 @@ class ResponsesRequest(RequestBody):
                 turn = {"role": "tool", "content": _content(item.output)}
                 turns.append({**turn, "tool_call_id": item.call_id})
             else:
+                # calls belong to the assistant's message before them, as in the answer
                 if not turns or turns[-1]["role"] != "assistant":
                     turns.append({"role": "assistant"})
                 function = {"name": item.name, "arguments": item.arguments}
@@ -302,7 +296,7 @@ def _content(content: str | list[InputText]) -> str | list[dict[str, str]]:
 
 
 class ResponseWriter(CompletionWriter):
-    """The answer of /v1/responses. A streamed one begins with its first token, as the others do."""
+    """The answer of /v1/responses. A stream begins with the first token, as the others do."""
 
     def __init__(
         self,
@@ -312,12 +306,10 @@ class ResponseWriter(CompletionWriter):
         body: ResponsesRequest,
     ) -> None:
         super().__init__(requests, tokenizer, chat)
-        # repeated from the request by every event and by the whole answer
-        asked = body.model_dump(
-            by_alias=True, exclude={"input", "include", "stream", "stream_options"}
-        )
+        # of every event and of the whole answer, which repeat the request
+        left_out = {"input", "include", "stream", "stream_options"}
         self._shared: dict[str, Any] = {
-            **asked,
+            **body.model_dump(by_alias=True, exclude=left_out),
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -334,7 +326,7 @@ class ResponseWriter(CompletionWriter):
         self._streams = body.stream
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
-        self._open: _OpenMessage | _OpenCall | None = None
+        self._open: _Item | None = None
         self._ending: Ending | None = None
 
     def write(self, choice: Choice, delta: Delta) -> str:
@@ -381,7 +373,7 @@ class ResponseWriter(CompletionWriter):
             elif part:
                 events += self._words(part, logprobs)
                 logprobs = []
-        if isinstance(self._open, _OpenMessage):
+        if self._open is not None and self._open.call is None:
             self._open.logprobs += logprobs
         elif self._open is None and (logprobs or (delta.ending is not None and not self._output)):
             events += self._words("", logprobs)
@@ -390,61 +382,61 @@ class ResponseWriter(CompletionWriter):
         return events + self._close("incomplete" if delta.ending == "length" else "completed")
 
     def _words(self, text: str, logprobs: list[TokenLogprob]) -> str:
-        events, message = "", self._open
-        if not isinstance(message, _OpenMessage):
-            events = self._close("completed")
-            self._open = message = _OpenMessage()
-            events += self._item_event("added", message.item("in_progress", []))
-            events += self._part_event("content_part.added", part=_output_text("", []))
-        message.words.append(text)
-        found = chat_logprobs(self.tokenizer, [*message.logprobs, *logprobs])
-        message.logprobs = []
-        message.written += found
-        return events + self._part_event("output_text.delta", delta=text, logprobs=found)
-
-    def _close(self, status: str) -> str:
-        if (message := self._open) is None:
-            return ""
-        if isinstance(message, _OpenCall):
-            self._open = None
-            done = self._call_event("done", message, name=message.name, arguments=message.arguments)
-            return done + self._item_event("done", message.item(status, message.arguments))
-        text = "".join(message.words)
-        message.written += chat_logprobs(self.tokenizer, message.logprobs)
-        part = _output_text(text, message.written)
-        events = self._part_event("output_text.done", text=text, logprobs=message.written)
-        events += self._part_event("content_part.done", part=part)
-        self._open = None
-        return events + self._item_event("done", message.item(status, [part]))
+        events, item = "", self._open
+        if item is None or item.call is not None:
+            item = _Item()
+            events = self._begin(item)
+            events += self._grown("content_part.added", content_index=0, part=item.part)
+        item.text += text
+        found = chat_logprobs(self.tokenizer, [*item.logprobs, *logprobs])
+        item.logprobs = []
+        item.written += found
+        return events + self._grown(
+            "output_text.delta", content_index=0, delta=text, logprobs=found
+        )
 
     def _call(self, call: Call) -> str:
-        events = ""
-        if call.name is not None:
-            events = self._close("completed")
-            self._open = _OpenCall(call.id, call.name)
-            events += self._item_event("added", self._open.item("in_progress", ""))
-        begun = self._open
-        assert isinstance(begun, _OpenCall), "a call begins with its name"
+        events = self._begin(_Item(call)) if call.name is not None else ""
+        assert self._open is not None, "a call begins with its name"
+        assert self._open.call is not None, "a call begins with its name"
         if not call.arguments:
             return events
-        begun.arguments += call.arguments
-        return events + self._call_event("delta", begun, delta=call.arguments)
+        self._open.text += call.arguments
+        return events + self._grown("function_call_arguments.delta", delta=call.arguments)
 
-    def _call_event(self, kind: str, call: _OpenCall, **fields: Any) -> str:
-        place = {"item_id": call.id, "output_index": len(self._output)}
-        return self._event(f"response.function_call_arguments.{kind}", **place, **fields)
-
-    def _item_event(self, kind: str, item: dict[str, Any]) -> str:
-        event = self._event(
-            f"response.output_item.{kind}", output_index=len(self._output), item=item
+    def _begin(self, item: _Item) -> str:
+        events, self._open = self._close("completed"), item
+        return events + self._event(
+            "response.output_item.added",
+            output_index=len(self._output),
+            item=item.to_json("in_progress"),
         )
-        if kind == "done":
-            self._output.append(item)
-        return event
 
-    def _part_event(self, kind: str, **fields: Any) -> str:
+    def _close(self, status: str) -> str:
+        if (item := self._open) is None:
+            return ""
+        if item.call is not None:
+            events = self._grown(
+                "function_call_arguments.done", name=item.call.name, arguments=item.text
+            )
+        else:
+            item.written += chat_logprobs(self.tokenizer, item.logprobs)
+            events = self._grown(
+                "output_text.done", content_index=0, text=item.text, logprobs=item.written
+            )
+            events += self._grown("content_part.done", content_index=0, part=item.part)
+        written = item.to_json(status)
+        events += self._event(
+            "response.output_item.done", output_index=len(self._output), item=written
+        )
+        self._output.append(written)
+        self._open = None
+        return events
+
+    def _grown(self, kind: str, **fields: Any) -> str:
+        """The event of a change of the open item."""
         assert self._open is not None
-        place = {"item_id": self._open.id, "output_index": len(self._output), "content_index": 0}
+        place = {"item_id": self._open.id, "output_index": len(self._output)}
         return self._event(f"response.{kind}", **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
@@ -455,31 +447,24 @@ class ResponseWriter(CompletionWriter):
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
-class _OpenCall:
-    """A call whose arguments still grow."""
+class _Item:
+    """A message that still grows, or a call."""
 
-    def __init__(self, call_id: str, name: str) -> None:
-        self.id, self.call_id, self.name = f"fc_{uuid.uuid4().hex}", call_id, name
-        self.arguments = ""
-
-    def item(self, status: str, arguments: str) -> dict[str, Any]:
-        call = {"call_id": self.call_id, "name": self.name, "arguments": arguments}
-        return {"type": "function_call", "id": self.id, **call, "status": status}
-
-
-class _OpenMessage:
-    """A message that still grows. logprobs: of tokens whose text is held back."""
-
-    def __init__(self) -> None:
-        self.id = f"msg_{uuid.uuid4().hex}"
-        self.words: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
+    def __init__(self, call: Call | None = None) -> None:
+        self.id = f"{'msg' if call is None else 'fc'}_{uuid.uuid4().hex}"
+        self.call, self.text = call, ""
+        self.logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
         self.written: list[dict[str, Any]] = []
 
-    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def part(self) -> dict[str, Any]:
+        text = {"type": "output_text", "text": self.text}
+        return {**text, "annotations": [], "logprobs": self.written}
+
+    def to_json(self, status: str) -> dict[str, Any]:
+        if self.call is not None:
+            call = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return {"type": "function_call", "id": self.id, **call, "status": status}
+        content = [] if status == "in_progress" else [self.part]
         message = {"role": "assistant", "status": status, "content": content}
         return {"type": "message", "id": self.id, **message}
-
-
-def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,11 +1,7 @@
 """Runs the application: in this process until a signal, in a thread, or in a process of its own.
 
-The socket listens before the model is loaded (the imports before it take 1.4 s on a Zen 3 core);
-/health answers 503 until the model is there.
-
-    main thread     bind, start the event loop -> load the model -> open the API, wait for a signal
-    event loop      answers 503 .............................. -> serves
-    engine's thread                                               rounds (worker.py)
+main thread     bind, start the event loop -> load the model -> open the API, wait for a signal
+event loop      answers 503 .............................. -> serves
 """
 
 from __future__ import annotations
@@ -50,16 +46,14 @@ from eyas.serve.vertex import VertexConfig
 from eyas.settings import Flag
 
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
-LAST_ANSWERS_S = 2  # to tell clients that their request was not finished after shutdown_s
+LAST_ANSWERS_S = 2  # after shutdown_s, for the answers to requests that have not finished
 TICK_S = 0.02  # between two checks whether all requests have finished
 MAX_HEAD = 64 << 10  # bytes of a request outside its body
 MAX_LINES = 256  # of headers
 TOO_LONG = f"the headers are over {MAX_HEAD} bytes"
 LINGER_S = 1.0  # how long a refused connection is still read
-# Connections beyond max_connections that are still answered (by 503, or as probes); seconds after
-# which an idle one may be closed; seconds between two searches for idle ones.
-MAX_SURPLUS, IDLE_S, LOOK_S = 2048, 2.0, 0.05
-
+MAX_SURPLUS = 2048  # connections beyond max_connections that get 503, or are probes
+IDLE_S, LOOK_S = 2.0, 0.05  # before an idle one may be closed; between two searches for such
 SWITCH_S = 0.0005  # a thread's turn while others wait; Python's default, 5 ms, delays the engine
 
 log = logging.getLogger("eyas.serve")
@@ -115,27 +109,25 @@ class ServeConfig(BaseModel):
 
     @property
     def head_place(self) -> str | None:
-        """The head's name, or its URL where Vertex AI's store holds one."""
+        """`head`, or its URL where Vertex AI's store holds one."""
         stored = f"{self._storage_uri}/head"
         is_stored = self.target is None and self.head is None and bool(Artifact(stored).names())
         return stored if is_stored else self.head
 
     def folders(self) -> tuple[str, str | None]:
-        """Local folders of target and head. Raises what resolving and fetching them raises."""
+        """Local folders of target and head. Raises what resolving them raises."""
         target, head = self.target or f"{self._storage_uri}/target", self.head_place
         return resolve_target(target), None if head is None else resolve_head(head)
 
 
 def load(config: ServeConfig) -> ModelService:
-    """Load target, head and tokenizer. Raises InputError for parts that do not fit together."""
+    """Load target, head and tokenizer. Raises InputError where they do not fit together."""
     if config.threads is not None:
         set_num_threads(config.threads)
     target, head = config.folders()
     chat = Chat(target)
-    context, asked = (
-        TargetConfig.from_folder(target).max_position_embeddings,
-        config.engine.max_length,
-    )
+    context = TargetConfig.from_folder(target).max_position_embeddings
+    asked = config.engine.max_length
     if asked is not None and asked > context:
         raise ConfigError(
             f"engine.max_length={asked} is more than the model's context of {context} tokens",
@@ -155,7 +147,7 @@ def load(config: ServeConfig) -> ModelService:
         context,
         config.target if config.target and is_hub_id(config.target) else None,
     )
-    if info.max_length < context and config.engine.max_length is None:
+    if info.max_length < context and asked is None:
         log.warning(
             "half of the free memory holds %d tokens a request, the model reads %d: give the "
             "process more memory, or engine.max_length",
@@ -168,9 +160,7 @@ def load(config: ServeConfig) -> ModelService:
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL when
-    requests are answered.
-    """
+    """Serve until SIGINT or SIGTERM, then let running requests finish. on_ready: gets the URL."""
     sys.setswitchinterval(SWITCH_S)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.limits.max_connections + 2 * MAX_SURPLUS
@@ -180,8 +170,7 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most_files))
     app = create_app(config.served_model, config.limits, config.vertex)
     api: Api = app.state.api
-    address = config.host, config.port
-    with _exits_on_signals() as signalled, _listening(app, address) as server:
+    with _exits_on_signals() as signalled, _listening(app, config.host, config.port) as server:
         server.open(load(config))
         gc.collect()
         is_local = ipaddress.ip_address(server.host).is_loopback
@@ -204,11 +193,9 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
 
 @contextmanager
 def _exits_on_signals() -> Iterator[threading.Event]:
-    """The first SIGTERM or SIGINT ends the block by SystemExit(0); later ones are ignored. Set
-    before the model is loaded: the first process of a container ignores signals without a handler.
-
-    The event is set too, since Python drops an exception that is raised in the collection of a weak
-    reference.
+    """The first SIGTERM or SIGINT ends the block by SystemExit(0); later ones are ignored. Handlers
+    are set before the model is loaded: the first process of a container ignores signals without.
+    The event is set too: Python drops an exception in the collection of a weak reference.
     """
     signalled = threading.Event()
 
@@ -230,7 +217,7 @@ def _exits_on_signals() -> Iterator[threading.Event]:
 @contextmanager
 def running_app(app: Starlette, service: ModelService) -> Iterator[str]:
     """The URL of an application that serves a loaded model from a thread, on the loopback."""
-    with _listening(app, ("127.0.0.1", 0)) as server:
+    with _listening(app, "127.0.0.1", 0) as server:
         server.open(service)
         yield server.url
 
@@ -238,9 +225,8 @@ def running_app(app: Starlette, service: ModelService) -> Iterator[str]:
 @contextmanager
 def running_server(config: ServeConfig) -> Iterator[str]:
     """The URL of a server in a process of its own, once it answers. Leaving ends it by SIGTERM; if
-    this process is killed, the end of its standard input does.
-
-    Raises EyasError when it does not come up; its own message is on stderr.
+    this process is killed, the end of its standard input does. Raises EyasError when it does not
+    start; its own message is on stderr.
     """
     command = [sys.executable, "-m", "eyas.serve", config.model_dump_json(), "ends-with-input"]
     with subprocess.Popen(
@@ -267,11 +253,11 @@ class Connection(HttpToolsProtocol):
     """A connection with limits of size and time for headers and trailers, and for silence.
 
     Beyond max_connections, silent connections are closed, else the one that has been idle longest.
-    A new connection beyond that gets 503, except for health probes: a refused probe would restart a
-    server that is well.
+    Further ones get 503, except for health probes: a refused probe would restart a server that is
+    well.
     """
 
-    looked = 0.0  # time of the last search for idle ones, which costs as much as an answer
+    searched_at = 0.0  # the last search for idle ones, which costs as much as an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -283,8 +269,8 @@ class Connection(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = self.loop.call_later(self._head_s, transport.close)
         if len(self.connections) > most + MAX_SURPLUS:
             transport.abort()
-        elif len(self.connections) > most and now > Connection.looked + LOOK_S:
-            Connection.looked = now
+        elif len(self.connections) > most and now > Connection.searched_at + LOOK_S:
+            Connection.searched_at = now
             others = cast(set[Connection], self.connections)
             idle = [one for one in others if one.is_idle and one.idle_since < now - IDLE_S]
             silent = [one for one in idle if one.cycle is None or not one._is_in_head]
@@ -313,7 +299,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = max(self._head_bytes, 1)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """An exception here or in what follows ends in `send_400_response`."""
+        # an exception here or below ends in `send_400_response`
         if len(self.headers) == MAX_LINES:
             self._refusal = ApiError(431, f"the headers are over {MAX_LINES} lines")
             raise ValueError
@@ -349,8 +335,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request and read on for a moment: closing at once would lose the answer to a
-        client that still sends. Where another answer has begun, only close.
+        """Refuse a request and read on for a moment: a client that still sends would lose the
+        answer if the connection closed at once. Where another answer has begun, only close.
         """
         if self.cycle is not None and not (self._is_in_head and self.cycle.response_complete):
             self.cycle.disconnected = True
@@ -373,17 +359,15 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open without a request under way."""
         return not self.transport.is_closing() and (
             self.cycle is None or self.cycle.response_complete
         )
 
 
 class UvicornServer(uvicorn.Server):
-    """A uvicorn server in a thread, on a bound socket, which ends in two steps.
-
-    First it takes no more requests, lets running ones finish for shutdown_s, and answers /health
-    and /metrics. Then requests that have not finished fail with a message that says so.
+    """A uvicorn server in a thread, on a bound socket. It ends in two steps: for shutdown_s,
+    running requests finish and only /health and /metrics are answered; then what still runs fails
+    with a message.
     """
 
     def __init__(self, app: Starlette, listener: socket.socket) -> None:
@@ -405,11 +389,10 @@ class UvicornServer(uvicorn.Server):
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
         self.thread = threading.Thread(target=self.run, args=([listener],), name="server")
         self.listens = threading.Event()
-        # in place of `thread.join`, whose state is wrong after a signal's exception
+        # the state of `thread.join` is wrong after a signal's exception
         self.ended = threading.Event()
 
     def open(self, service: ModelService) -> None:
-        """Serve a model; returns when requests are answered."""
         asyncio.run_coroutine_threadsafe(self._api.open(service), self.loop).result()
         log.info("serving", extra={"data": {"url": self.url}})
 
@@ -429,16 +412,15 @@ class UvicornServer(uvicorn.Server):
         end = self.loop.time() + self._api.limits.shutdown_s
         while not (self._api.is_drained or self.force_exit) and self.loop.time() < end:
             await asyncio.sleep(TICK_S)
-        # answers being sent have the rest of the time
+        # answers on their way have the rest of the time
         left_s = max(0.0, end - self.loop.time()) + LAST_ANSWERS_S
         self.config.timeout_graceful_shutdown = math.ceil(left_s)
         await super().shutdown(sockets)
 
 
 @contextmanager
-def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServer]:
-    """A server whose thread answers at an address; leaving ends it gracefully."""
-    with _bound(*address) as listener:
+def _listening(app: Starlette, host: str, port: int) -> Iterator[UvicornServer]:
+    with _bound(host, port) as listener:
         server = UvicornServer(app, listener)
         server.thread.start()
         try:
@@ -454,9 +436,7 @@ def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServ
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket, bound before the model is loaded: a port in use is an error at once, and port 0
-    becomes a number.
-    """
+    # Bound before the model is loaded: a port in use is an error at once.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY; else a stream's second chunk waits 40 ms.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
@@ -465,7 +445,6 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((host, port))
         except OSError as error:
             what = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            raise ConfigError(
-                what, "choose another host or port; port 0 takes any free one"
-            ) from error
+            hint = "choose another host or port; port 0 takes any free one"
+            raise ConfigError(what, hint) from error
         yield listener

@@ -1,8 +1,4 @@
-"""The target's tokenizer for a server: text to tokens, tokens to text as they arrive, the bytes of
-a token, and what the chat template supports.
-
-Shares Chat's tokenizer; each combination of template options has a Chat of its own.
-"""
+"""The target's tokenizer for a server: text, tokens, bytes, and what the chat template supports."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ _PROBE = "a-tool-to-look-for"
 _QUESTION = {"role": "user", "content": "Hello"}
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SHRINKING = 4  # how many times shorter a tokenizer's normalization may make a text
-MAX_CHATS = 8  # with options, that are kept
-# Characters for bytes in byte-level tokenizers: visible ones stand for themselves, the others for
-# the first characters above 255.
+MAX_CHATS = 8  # kept, one for each combination of template options
+# Byte-level tokenizers write bytes as characters: visible ones as they are, the others from 256 on.
 _SEEN = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 _BYTES = {chr(byte): byte for byte in _SEEN} | {
@@ -39,7 +34,7 @@ class Tokenizer:
     # Text to tokens
 
     def chat(self, options: Mapping[str, bool | str]) -> Chat:
-        """The Chat with these template options. Raises TemplateError where Chat does."""
+        """The Chat with these template options. Raises TemplateError."""
         return self._with_options(*sorted(options.items())) if options else self._chat
 
     def knows_option(self, name: str) -> bool:
@@ -48,9 +43,9 @@ class Tokenizer:
 
     @cached_property
     def tool_form(self) -> Literal["template", "generic"] | None:
-        """How tools come to the target, with calls as JSON between <tool_call> tags: shown by its
-        template, or in a text beside the messages (tools.in_text). None: the template calls them in
-        another form, or the tokenizer does not keep the tags.
+        """How the target gets tools, with calls as JSON between <tool_call> tags: from its
+        template, or as text (tools.in_text). None: its template has another form of calls, or its
+        tokenizer does not keep the tags.
         """
         function = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
         shown = self._shown([_QUESTION], [{"type": "function", "function": function}])
@@ -76,17 +71,17 @@ class Tokenizer:
             return None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a text; with add_special_tokens also those around every text."""
+        """The tokens of a text; add_special_tokens: also those around every text."""
         return list(encoded(self._backend, text, add_special_tokens).ids)
 
     def least_tokens(self, num_characters: int) -> int:
-        """A lower bound of a text's tokens: a text far too long is refused unencoded."""
+        """A lower bound of a text's tokens: refuses a far too long text before it is encoded."""
         return num_characters // (_SHRINKING * self._longest_token)
 
     # Tokens to text
 
     def decode(self, ids: list[int], skips_special: bool = True) -> str:
-        """The text of tokens, by default without special tokens."""
+        """The text of tokens."""
         return self._backend.decode(ids, skip_special_tokens=skips_special)
 
     def stream(self, skips_special: bool = True) -> TextStream:
@@ -108,7 +103,7 @@ class Tokenizer:
         return self._backend.id_to_token(token) is not None
 
     def num_characters(self, token: int) -> int:
-        """Characters of text of a token: 0 if it is special."""
+        """Characters of a token's text: 0 if it is special."""
         return 0 if token in self._special_ids else len(self.piece(token).decode(errors="replace"))
 
     @cached_property

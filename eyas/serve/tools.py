@@ -1,11 +1,8 @@
-"""Tool calls in the form of Hermes and Qwen, JSON between <tool_call> tags, and of SmolLM2, whose
-tags hold a list of calls. Pure text.
+"""Tool calls as JSON between <tool_call> tags (Hermes, Qwen); SmolLM2's tags hold a list of calls.
 
-auto the answer is words, calls, or both: `CallReader` separates them as they arrive required the
-prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call
-
-A template without tools gets the generic form: `in_text` writes tools, calls and results into the
-messages, and a grammar (`answer_grammar`) constrains the calls also in auto.
+auto: `CallReader` separates words and calls as they arrive. required: the prompt ends with the
+opening tag, and `call_schema` allows one call. A template without tools gets the generic form:
+`in_text` writes tools, calls and results into messages, and `answer_grammar` constrains the calls.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 REQUIRED_OPENING = f"{OPENING}\n"  # the end of a required call's prompt
-# A call up to the beginning of its arguments, also in a list, within MAX_BEGIN characters; and the
-# marks that show whether a closing tag stands in a JSON string, which a line's end ends.
+# A call up to its arguments, also in a list, within MAX_BEGIN characters; and the marks that show
+# whether a closing tag stands in a JSON string, which a line's end ends.
 BEGIN = re.compile(
     r"""[\s\[},]*\{\s*"name"\s*:\s*"""
     r"""(?P<name>"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")\s*,"""
@@ -50,8 +47,8 @@ What it returns comes back between <tool_response> tags. Where none helps, answe
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, or a piece of one: the first piece names it, later pieces (name None) add to its
-    arguments, which are JSON as the model wrote it.
+    """A call, or a piece of one: the first piece has its name, later pieces (name None) more of its
+    arguments, JSON as the model wrote it.
     """
 
     name: str | None
@@ -78,15 +75,13 @@ def whole_calls(parts: Sequence[str | Call]) -> list[str | Call]:
 
 
 class CallReader:
-    """Separates words and calls in a text as it arrives. A call begins when its name is known and
-    its arguments begin; an answer may be cut within them. What looks like a call and cannot be read
-    stays text.
+    """Separates words and calls in a text as it arrives. A call begins with its arguments; an
+    answer may be cut within them. What looks like a call and cannot be read stays text.
+
+    is_open: the text begins after an opening tag. takes_one: its first call sets `is_over`.
     """
 
     def __init__(self, is_open: bool = False, takes_one: bool = False) -> None:
-        """is_open: the text begins behind an opening tag. takes_one: it ends with its first call,
-        which sets `is_over`.
-        """
         self.num_calls, self.is_over = 0, False
         self._is_open, self._takes_one = is_open, takes_one
         self._inside = is_open
@@ -115,7 +110,7 @@ class CallReader:
         return whole_calls([part for part in parts if part])
 
     def finish(self) -> list[str | Call]:
-        """What was held back: an answer may end without the closing tag."""
+        """What was held back."""
         if not self._inside:
             words = self._spaced(self._words.finish())
             return [words if self.num_calls else words + self._blanks]
@@ -127,7 +122,7 @@ class CallReader:
         return parts if self.num_calls else [*parts, self._blanks]
 
     def _read_block(self, text: str) -> tuple[list[str | Call], str]:
-        """What more text behind an opening tag adds; and what stands behind the closing tag."""
+        """What more text after an opening tag adds; and the text after the closing tag."""
         parts: list[str | Call] = []
         self._block += text
         while True:
@@ -184,15 +179,13 @@ class CallReader:
 
 
 class _Arguments:
-    """An object of JSON that arrives in pieces: where it ends."""
-
     def __init__(self) -> None:
         self.is_over = False
         self._depth, self._is_text, self._is_escaped = 0, False, False
 
     def push(self, text: str) -> tuple[str, str]:
-        """The part of the piece that belongs to it, with control characters in strings escaped; and
-        the rest, empty unless `is_over`.
+        """What belongs to the object, with control characters in strings escaped; and the rest,
+        empty unless `is_over`.
         """
         written = ""
         for at, one in enumerate(text):
@@ -214,9 +207,8 @@ class _Arguments:
 def in_text(
     turns: Sequence[dict[str, Any]], tools: Sequence[Tool], takes_system: bool
 ) -> list[dict[str, Any]]:
-    """The turns of a conversation for a template without tools: tools stand in the system message,
-    or in front of the first turn where the template takes none; calls in the assistant's text;
-    results, those of several calls together, in a user message.
+    """The turns for a template without tools: tools in the system message, or before the first turn
+    where the template takes none; calls in the assistant's text; results in user messages.
     """
     written: list[dict[str, Any]] = []
     before = None
@@ -248,8 +240,8 @@ def in_text(
 
 
 def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None = None) -> str:
-    """The grammar, in llguidance's form, of an answer in words, or of a schema, or with calls as
-    `in_text` writes them, after which no word follows. Raises ApiError as `call_schema` does.
+    """The grammar, in llguidance's form, of an answer in words or of a schema, or of words and then
+    calls as `in_text` writes them. Raises ApiError as `call_schema` does.
     """
     calls = {**json.loads(call_schema(tools)), "x-guidance": _BLANKS}
     more = f' ("\\n{OPENING}" one)*' if may_repeat else ""
@@ -273,8 +265,8 @@ def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None =
 
 
 def call_schema(tools: Sequence[Tool]) -> str:
-    """The JSON schema of a call of one of the tools, without arguments that its parameters do not
-    name, unless they allow them. Raises ApiError for contradicting definitions.
+    """The JSON schema of a call of one of the tools; arguments that its parameters do not name need
+    additionalProperties. Raises ApiError for contradicting definitions.
     """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
@@ -292,14 +284,8 @@ def call_schema(tools: Sequence[Tool]) -> str:
                         "tools", f"two tools define {name} of the same name differently"
                     )
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
+        calls.append({**call, "additionalProperties": False})
     return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
 
 
@@ -324,7 +310,7 @@ def _text(text: str) -> str:
 
 
 def _read(block: str) -> list[Call]:
-    """The call or list of calls of a block; nothing where one cannot be read."""
+    """The calls of a block; none where one cannot be read."""
     try:
         found = json.loads(block)
     except (ValueError, RecursionError):

@@ -27,11 +27,9 @@ THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the server reports about its model.
-
-    model: the name in requests; hub_id: another one. max_length: tokens of prompt and answer
-    together; context: those of the target. text_drafts: whether it drafts from text.
-    target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
+    """What the server reports about its model: its name in requests (hub_id: another one), the most
+    tokens of prompt and answer together (context: of the target), the hash of the target's files,
+    which `eyas generate` compares with its own.
     """
 
     model: str
@@ -49,9 +47,7 @@ class ModelInfo:
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
-    """Refuse a whole answer with more log-probabilities than a server can hold for all its clients.
-    Raises ApiError.
-    """
+    """Raise ApiError for a whole answer with too many log-probabilities to hold in memory."""
     params = [one.params for one in requests if one.params.logprobs is not None]
     count = sum(one.n * one.max_tokens * (1 + (one.logprobs or 0)) for one in params)
     if count > MAX_LOGPROBS_WHOLE:
@@ -64,8 +60,8 @@ def check_logprobs(requests: Sequence[Request]) -> None:
 
 
 class Translator:
-    """Translates bodies for one model. All methods raise ApiError for what this server, this target
-    or its template does not support.
+    """Translates bodies for one model. Methods raise ApiError for what this server, this target or
+    its template does not support.
     """
 
     def __init__(self, chat: Chat, info: ModelInfo) -> None:
@@ -127,16 +123,13 @@ class Translator:
     def _request(
         self, body: CompletionRequest, prompt_ids: Sequence[int], constraint: dict[str, str]
     ) -> Request:
-        """max_tokens is the body's or the default, as far as it fits; the default also within the
-        limit of log-probabilities of a whole answer.
-        """
         room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
         if room < (max_tokens != 0):
             prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
             raise self._too_long(f"the prompt has {len(prompt_ids)} tokens", prompt)
         if max_tokens is None:
             max_tokens = body.default_tokens or room
-            if body.num_logprobs is not None and not body.stream:
+            if body.num_logprobs is not None and not body.stream:  # as `check_logprobs`
                 most = MAX_LOGPROBS_WHOLE // (body.n * (1 + body.num_logprobs))
                 max_tokens = min(max_tokens, most)
         max_tokens = min(max_tokens, room)
@@ -171,10 +164,12 @@ class Translator:
         if body.messages is not None:
             chat = body.model_dump(include={"messages", "tools"}, exclude_none=True)
             token_ids = self._chat_prompt(ChatRequest(model=self._info.model, **chat))
+        elif body.prompt is not None:
+            token_ids = self.tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
-            token_ids = self.tokenizer.encode(body.text, body.adds_special)
-        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": self._info.max_length}
-        answer["tokens"] = token_ids
+            token_ids = self.tokenizer.encode(body.content or "", body.add_special)
+        count, most = len(token_ids), self._info.max_length
+        answer = {"count": count, "max_model_len": most, "tokens": token_ids}
         if body.return_token_strs:
             pieces = map(self.tokenizer.piece, token_ids)
             answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]

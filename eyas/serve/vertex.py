@@ -1,14 +1,8 @@
-"""Vertex AI's contract for custom containers: its environment, {"instances", "parameters"} and the
-form of its errors.
+"""Vertex AI's contract for custom containers: its environment, {"instances", "parameters"}, errors.
 
-    AIP_HTTP_PORT                           the port, on all addresses
-    AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE     routes beside the server's own
-    AIP_STORAGE_URI                         the model: target/ and, for speculation, head/ below it
-
-An instance is the body of a chat (with `messages`) or of a text completion (with `prompt`), without
-`model`; parameters are fields for all instances that do not set them. A prediction is the answer of
-the instance's endpoint. Such a body alone, as rawPredict and streamRawPredict pass it on, is
-answered as by that endpoint.
+An instance is the body of a chat (with `messages`) or of a text completion (with `prompt`);
+parameters are fields for all instances that do not set them. A prediction is the endpoint's answer.
+Such a body alone (rawPredict, streamRawPredict) is answered as at that endpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +43,11 @@ class VertexConfig(BaseModel):
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Fields of a ServeConfig from the environment; none outside Vertex AI. Raises ConfigError."""
+    """Fields of a ServeConfig from the environment; none outside Vertex AI. Raises ConfigError.
+
+    AIP_HTTP_PORT: the port, on all addresses. AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE: routes beside
+    the server's own. AIP_STORAGE_URI: the folder of target/ and, for speculation, head/.
+    """
     if "AIP_HTTP_PORT" not in environment:
         return {}
     port = environment["AIP_HTTP_PORT"]
@@ -73,16 +71,12 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
 
 
 class _Outline(BaseModel):
-    """What distinguishes an OpenAI body from one with instances."""
-
     instances: Any = None
     messages: Any = None
     prompt: Any = None
 
 
 class PredictionRequest(Strict):
-    """The body of a prediction."""
-
     instances: Annotated[
         list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES, fail_fast=True)
     ]
@@ -90,8 +84,8 @@ class PredictionRequest(Strict):
 
 
 def openai_body(body: bytes, model: str) -> ChatRequest | TextRequest | None:
-    """The body of a chat or a text completion, for the served model whatever it names, since the
-    endpoint is chosen. None for one with instances, or with neither. Raises ApiError.
+    """The body of a chat or a text completion, for the served model whatever it names. None for one
+    with instances, or with neither. Raises ApiError.
     """
     outline = parse_body(_Outline, body).model_fields_set
     if "instances" in outline or not outline:
@@ -133,7 +127,7 @@ def _kind(names: Collection[str]) -> type[ChatRequest | TextRequest]:
 
 
 def _whole(value: Any) -> Any:
-    """16.0 as 16: protobuf's Struct, which may carry instances, has floats only."""
+    # 16.0 as 16: protobuf's Struct, which may carry instances, has floats only
     if isinstance(value, dict):
         return {name: _whole(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -144,7 +138,7 @@ def _whole(value: Any) -> Any:
 def located(
     error: ApiError, number: int, given: Mapping[str, Any], shared: Mapping[str, Any]
 ) -> ApiError:
-    """An error of one instance, with the place of its field in the whole body."""
+    """The error of one instance, with the place of its field in the whole body."""
     first = (error.param or "").partition(".")[0]
     place = "parameters" if first in shared and first not in given else f"instances.{number}"
     param = f"{place}.{error.param}" if error.param else place

@@ -2,15 +2,11 @@
 
     event loop                                   engine's thread
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
-       └ a grammar is compiled before, in a thread of its own: a large one takes its time
     inspect(look)     ── look ────────▶          look(engine), between two rounds
-    swap_head(head)   ── look ────────▶          the same; the head is read before, in a thread
-           ▲                                     engine.step (without work: waits)
-           └──── one queue per call ◀─ deliver ◀─ call_soon_threadsafe, once per round
+           └──── one queue per call ◀─ deliver ◀─ engine.step, once per round
 
-An engine that raises in a step is not trusted again: all requests fail with EngineFailure, now and
-later, and `failure` says why. What it raises for one request before any of it runs fails only that
-request.
+After an error in a step all requests fail with EngineFailure, now and later. An error before any of
+a request runs fails only that request.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ class EngineFailure(EyasError):
     """The engine has raised or has been stopped; the request gets no (further) answer."""
 
     def again(self) -> EngineFailure:
-        """A copy to raise: an exception that is raised twice keeps both tracebacks."""
+        """A copy: an exception that is raised twice keeps both tracebacks."""
         return type(self)(self.what, self.hint)
 
 
@@ -52,14 +48,14 @@ class RequestTimeout(EyasError):
 
 
 class QueueFull(EyasError):
-    """Too many samples wait. num_waiting: how many would, with this request."""
+    """Too many samples would wait: num_waiting, with this request."""
 
     def __init__(self, num_waiting: int) -> None:
         super().__init__("too many requests wait already", "send the request again later")
         self.num_waiting = num_waiting
 
 
-# from the event loop: a request to add with its grammar, the id of one to cancel, a look
+# A request to add with its grammar, the id of one to cancel, or a look.
 Command = tuple[Request, Grammar | None] | str | Callable[[Engine], object]
 
 
@@ -69,8 +65,7 @@ class EngineWorker:
     def __init__(self, engine: Engine) -> None:
         self.failure: EngineFailure | None = None
         self.max_batch = engine.config.max_batch
-        # running or waiting; only the event loop touches this and the queues
-        self.num_samples = 0
+        self.num_samples = 0  # running or waiting; only the event loop uses this and the queues
         self._engine = engine
         self._condition = threading.Condition()  # guards the two below
         self._inbox: list[Command] = []
@@ -78,7 +73,6 @@ class EngineWorker:
         self._looks: set[asyncio.Future[Any]] = set()  # results of looks that are waited for
         # by request id; the requests of one call of `updates` share a queue
         self._queues: dict[str, asyncio.Queue[Event]] = {}
-        # first come, first served
         self._compiler = ThreadPoolExecutor(GRAMMARS_AT_ONCE, "grammars")
         self._thread: threading.Thread | None = None
 
@@ -96,7 +90,7 @@ class EngineWorker:
 
     @property
     def draft_failure(self) -> str | None:
-        """Why the engine goes on without its head, if it does."""
+        """Why the head is off, if it failed."""
         return self._engine.draft_failure
 
     def start(self) -> None:
@@ -119,7 +113,7 @@ class EngineWorker:
         self.fail_all()
 
     def fail_all(self) -> None:
-        """Fail all running and waiting requests, because the server ends."""
+        """Fail all running and waiting requests with ShuttingDown."""
         self._fail(ShuttingDown("the server is shutting down", "send the request again later"))
 
     async def inspect(self, look: Callable[[Engine], T]) -> T:
@@ -140,7 +134,7 @@ class EngineWorker:
 
     async def swap_head(self, head: str) -> None:
         """Draft with the head in a folder from the next round on; running requests continue. Raises
-        what reading it raises, MismatchError for one that needs a restart, EngineFailure.
+        what reading it raises, MismatchError where it takes a restart, EngineFailure.
         """
         draft = await asyncio.to_thread(self._engine.read_draft, head)
         if not await self.inspect(lambda engine: engine.swap_draft(draft)):
@@ -149,8 +143,8 @@ class EngineWorker:
     async def updates(
         self, requests: Sequence[Request], timeout_s: float, max_queue: int
     ) -> AsyncGenerator[list[Update]]:
-        """Run requests; yields their updates in batches, as they come, until all have ended.
-        Closing the iterator earlier cancels the requests that still run.
+        """The updates of requests in batches, as they come, until all have ended. Closing the
+        iterator cancels the requests that still run.
 
         Raises QueueFull if more than max_queue samples would wait, InputError when the engine
         refuses a request, EngineFailure when it fails, RequestTimeout after timeout_s.
@@ -159,7 +153,7 @@ class EngineWorker:
             raise self.failure.again()
         queue: asyncio.Queue[Event] = asyncio.Queue()
         open_samples = {request.id: request.params.n for request in requests}
-        # checked where the count rises, with nothing running in between
+        # no await between this check and the new count
         num_waiting = self.num_samples + sum(open_samples.values()) - self.max_batch
         if num_waiting > max_queue:
             raise QueueFull(num_waiting)
@@ -168,7 +162,7 @@ class EngineWorker:
         late = RequestTimeout(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
         timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
-            # all before the first is added: until then the queue holds only what ends the request
+            # before any is added: until then the queue holds only what ends the request
             grammars = [await self._grammar_of(request, queue) for request in requests]
             for command in zip(requests, grammars, strict=True):
                 self._post(command)
@@ -194,7 +188,7 @@ class EngineWorker:
                 self._post(request_id)
 
     async def _grammar_of(self, request: Request, queue: asyncio.Queue[Event]) -> Grammar | None:
-        """The request's grammar. Raises InputError, and what ends the request in the meantime."""
+        """Raises InputError, and what ends the request while its grammar is compiled."""
         if not request.params.has_grammar:
             return None
         loop = asyncio.get_running_loop()
@@ -258,7 +252,6 @@ class EngineWorker:
             )
 
     def _carry_out_commands(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """False if the thread must end."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._stopping or self._engine.has_work)
             if self._stopping:
@@ -285,6 +278,5 @@ class EngineWorker:
 
 
 def _not_run(error: BaseException) -> EngineFailure:
-    """The failure of a request that could not be added, for a reason of the engine's own."""
     log.error("a request could not be added", extra={"data": error_facts(error)})
     return EngineFailure(f"the request could not be run: {type(error).__name__}")

@@ -1,8 +1,5 @@
 """The answer to one HTTP request: the engine's updates -> text, calls, counts -> JSON, whole or in
-server-sent events.
-
-A request may have several prompts, each of several samples: a choice for each, in prompt order.
-What all chunks share is written once, so a chunk costs one small json.dumps.
+server-sent events. Each sample of each prompt is a choice, in prompt order.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ TOKEN_ID = "token_id:{}"  # vLLM's name of a token by its id
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What an update adds to a choice. text: its words; parts: words and pieces of calls in order.
-    is_first: the choice begins. token_texts: for include_rounds, the text of each token (the last
-    of an answer with what was held back), stop strings and calls included.
+    is_first: the choice begins. token_texts: for include_rounds, the text of each token, stop
+    strings and calls included.
     """
 
     update: Update
@@ -47,7 +44,7 @@ class Delta:
 
 
 class Choice:
-    """The answer of one sample so far. kept: its deltas, of an answer that is not streamed."""
+    """The answer of one sample so far. kept: its deltas, where it is not streamed."""
 
     def __init__(
         self, number: int, request: Request, tokenizer: Tokenizer, body: CompletionRequest
@@ -114,8 +111,7 @@ class Choice:
 class CompletionWriter(ABC):
     """The answer to one HTTP request, streamed (`chunk`, `end`) or whole (`keep`, `whole`).
 
-    requests: the engine's work for it. first_at, last_at: when the first and the last update came
-    (perf_counter, seconds).
+    requests: the engine's. first_at, last_at: perf_counter of the first and last update, seconds.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class CompletionWriter(ABC):
 
     @property
     def num_written(self) -> int:
-        """Tokens that the answer names: its own, and scored ones of prompts."""
+        """Tokens in the answer: its own, and those of prompts with logprobs."""
         echoes = any(one.params.prompt_logprobs is not None for one in self.requests)
         return self.num_tokens + (self.num_prompt_tokens if echoes else 0)
 
@@ -156,15 +152,13 @@ class CompletionWriter(ABC):
         return self.write(choice, delta) if delta is not None else ""
 
     def keep(self, update: Update) -> None:
-        """Take an update of an answer that is not streamed."""
+        """Take an update of a whole answer."""
         choice, delta = self.push(update)
         if delta is not None:
             choice.kept.append(delta)
 
     def push(self, update: Update) -> tuple[Choice, Delta | None]:
-        """The choice of an update, and what it adds: None where a call has ended the choice before
-        the engine has.
-        """
+        """The choice of an update, and what it adds: None where a call has already ended it."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         if update.num_accepted_drafts is not None:
@@ -173,7 +167,7 @@ class CompletionWriter(ABC):
         return choice, choice.push(update) if choice.ending is None else None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts, and under `eyas` those of rounds with drafts of the head, with tau."""
+        """OpenAI's counts, and under `eyas` those of the head's rounds, with tau."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
@@ -195,12 +189,10 @@ class CompletionWriter(ABC):
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The answer in one object, when all updates have been kept."""
+        """The answer in one object, after all updates."""
 
 
 class _OpenAIWriter(CompletionWriter):
-    """What the chunks and objects of chats and texts share."""
-
     kind, chunk_kind, prefix = "", "", ""
 
     def __init__(
@@ -235,9 +227,8 @@ class _OpenAIWriter(CompletionWriter):
         return f"{self._head}{json.dumps(choice)}{tail}"
 
     def _round(self, delta: Delta) -> dict[str, Any]:
-        """For include_rounds: each token's origin (an accepted draft of head or text, the target's
-        bonus, or plain, where no draft was judged), the tree (None without drafts; with the head's
-        probabilities), and whether the head drafted, as tau counts.
+        """For include_rounds: each token's origin (a draft of head or text, the target's bonus, or
+        plain: no draft was judged), the tree (None without drafts), whether the head drafted.
         """
         if delta.token_texts is None:
             return {}
@@ -272,8 +263,8 @@ class _OpenAIWriter(CompletionWriter):
 
 
 class ChatWriter(_OpenAIWriter):
-    """The answer of /v1/chat/completions. The first chunk of a choice also holds the role, so that
-    no chunk comes before the first token.
+    """The answer of /v1/chat/completions. The first chunk of a choice also holds the role: no chunk
+    comes before the first token.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -335,8 +326,7 @@ class ChatWriter(_OpenAIWriter):
 
 class TextWriter(_OpenAIWriter):
     """The answer of /v1/completions. The last chunk of a choice also holds its ending. With echo,
-    the prompt stands in front of the text, and its tokens in front of the logprobs; the first has
-    none.
+    the prompt comes before the text, and its tokens before the logprobs; the first has none.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -395,9 +385,7 @@ class TextWriter(_OpenAIWriter):
         }
 
     def _name(self, token: int) -> str:
-        """A token's text; its bytes where it is part of a character, or two tokens would share a
-        name.
-        """
+        """A token's text; its bytes where it is part of a character: names are unique."""
         if self._names_ids:
             return TOKEN_ID.format(token)
         piece = self.tokenizer.piece(token)
@@ -410,7 +398,7 @@ class TextWriter(_OpenAIWriter):
 def chat_logprobs(
     tokenizer: Tokenizer, logprobs: list[TokenLogprob], names_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """As chat completions and responses have them. names_ids: tokens by their ids."""
+    """Log-probabilities in OpenAI's form. names_ids: tokens by their ids."""
 
     def named(token: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.piece(token)
