@@ -87,14 +87,7 @@ def test_the_check_finds_lost_and_shared_pages():
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(4, 14), st.integers(1, 3))
-<<<<<<< HEAD
 def test_requests_that_come_and_go_lose_no_page(seed, num_pages, page_size):
-=======
-def test_random_requests_lose_no_page(seed, num_pages, page_size):
-    """Random prompts over two tokens, so that prefixes are shared; every page's tokens are noted by
-    whoever writes them.
-    """
->>>>>>> srv
     rng, pool = random.Random(seed), PagePool(num_pages, page_size)
     content: dict[int, tuple[str | None, list[int]]] = {}
     live: list[tuple[list[int], list[int]]] = []

@@ -26,10 +26,6 @@ def index_of(tokens: list[int]) -> TextIndex:
 
 
 def longest_match(tokens: list[int]) -> tuple[int, int]:
-<<<<<<< HEAD
-=======
-    """`TextIndex.match` by trying every place."""
->>>>>>> srv
     best = (0, -1)
     for place in range(1, len(tokens)):
         length = 0
@@ -157,10 +153,6 @@ def children(proposals: Proposals, b: int, parent: int) -> dict[int, int]:
 
 
 def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
-<<<<<<< HEAD
-=======
-    """Candidates of line b by their tokens from the root."""
->>>>>>> srv
     found: dict[tuple[int, ...], int] = {}
     for c, parent in enumerate(proposals.parents[b].tolist()):
         if is_there(proposals, b)[c]:

@@ -46,13 +46,7 @@ def test_no_text_is_drafted_where_it_is_off(target, options, config):
     assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
 
 
-<<<<<<< HEAD
 def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
-=======
-def test_salts_separate_drafts(target):
-    """A request's rounds show whether an answer like its own was given."""
-
->>>>>>> srv
     def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
         one = requests(1, max_tokens=40, ignore_eos=True)[0]
         drafting.add(replace(one, cache_salt=salt, text_drafts=text_drafts))
@@ -80,24 +74,7 @@ def test_tau_is_of_rounds_that_the_head_drafted_in(target):
     assert all(sum(result.accept_hist) == 0 for result in results)
 
 
-<<<<<<< HEAD
 def test_text_goes_on_where_the_head_fails(target, monkeypatch):
-=======
-def test_speculation_false(target):
-    drafting = engine(target, head=False)
-    found = decoded(list(drafting.run(repeating(3, speculation=False))))
-    assert found == plainly(target, repeating(3))
-    assert drafting.metrics()["accepted_text"] == 0
-
-
-def test_a_tree_of_fixed_size_is_the_heads(target):
-    drafting = engine(target, speculation="fixed(2,2,4)")
-    list(drafting.run(repeating(2)))
-    assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
-
-
-def test_text_drafts_after_the_head_fails(target, monkeypatch):
->>>>>>> srv
     drafting = engine(target)
 
     def fail(*_: object) -> None:
@@ -110,27 +87,6 @@ def test_text_drafts_after_the_head_fails(target, monkeypatch):
     assert drafting.metrics()["accepted_text"] > 0
 
 
-<<<<<<< HEAD
-=======
-def test_drafted_trees_are_returned_with_texts_nodes(target):
-    drafting, seen = engine(target), set()
-    for one in repeating(3, max_tokens=30):
-        drafting.add(
-            Request(one.id, one.prompt_ids, SamplingParams(max_tokens=30), returns_trees=True)
-        )
-    while drafting.has_work:
-        for update in drafting.step():
-            if (tree := update.tree) is None:
-                continue
-            assert all(parent < node for node, parent in enumerate(tree.parents))
-            assert update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
-            for p, source in zip(tree.probabilities, tree.sources, strict=True):
-                assert p is None if source == "text" else 0 <= p <= 1
-            seen |= set(tree.sources)
-    assert seen >= {"text", "head"}
-
-
->>>>>>> srv
 def test_a_cost_table_without_a_head_is_measured(target, tmp_path):
     made = Engine(target, None, EngineConfig(max_batch=2, max_length=64))
     assert made.rounds.policy.costs is not None
