@@ -1,6 +1,4 @@
-"""Pictures for pages: a line chart with intervals as SVG. Colours are CSS variables of house.css
-(`--series-0` to `--series-3`, `--ink`, `--line`), so one picture serves light and dark.
-"""
+"""Line charts with intervals as SVG. Colours are variables of house.css, for light and dark."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ NUM_COLORS = 4
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value y at x, with its interval if it has one."""
-
     x: float
     y: float
     low: float | None = None
@@ -28,7 +24,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points with a name. Series of the same `number` have the same colour in every picture."""
+    """Points with a name. `number` chooses the colour."""
 
     name: str
     number: int
@@ -38,7 +34,7 @@ class Series:
 def line_chart(
     series: Sequence[Series], x_label: str, y_label: str, rule: float | None = 0
 ) -> Markup:
-    """A line per series with its intervals; a bar where all points have one x.
+    """A line for each series, or a bar where all points have one x, with intervals.
 
     rule: a y value that is always shown and, unless it is 0, marked by a line.
     """
@@ -68,7 +64,7 @@ def line_chart(
     parts.append(_text(4, 13, y_label, "start"))
     if rule:
         parts.append(_line(LEFT, down(rule), WIDTH - RIGHT, down(rule), "ink", dashed=True))
-    # intervals at one load stay apart; at the only load, bars
+    # intervals at one x stay apart
     is_bars = len(xs) == 1
     step = min(40, (WIDTH - LEFT - RIGHT) / len(series)) if is_bars else 5
     polyline = '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="{:.1f}"/>'
@@ -94,7 +90,7 @@ def line_chart(
 
 
 def axis_ticks(values: Sequence[float], most: int = 6) -> list[float]:
-    """Round numbers, `most` at most, from one not above all values to one not below them."""
+    """At most `most` round numbers that enclose all values."""
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / (most - 1)))

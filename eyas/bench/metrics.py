@@ -1,10 +1,9 @@
-"""The figures of a benchmark that follow from times; `eyas.tau` has those of accepted drafts. Pure
-functions.
+"""The figures of a benchmark that follow from times; `eyas.tau` has those of accepted drafts.
 
-    send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk
-         └──────────────────────── e2e ──────────────────────────┘
+send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk
+     └──────────────────────── e2e ──────────────────────────┘
 
-    tpot = (e2e - ttft) / (tokens - 1)
+tpot = (e2e - ttft) / (tokens - 1)
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | No
 def median_interval(
     values: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Order statistics around the population's median with at least this confidence, for any
-    distribution: the number of values below it is binomial(n, 1/2). Leaves out the k lowest and the
-    k highest, with the largest such k. None without one: below 6 values at 95 %.
+    """Order statistics around the population's median with at least this confidence: the number of
+    values below it is binomial(n, 1/2). None below 6 values at 95 %.
     """
     n = len(values)
     miss, left_out = 0.0, -1
@@ -45,18 +43,12 @@ def median_interval(
 
 
 def spread(values: Sequence[float]) -> dict[str, Any] | None:
-    """A sample as count, median, low, high, p90 and p99; None for an empty one. low and high hold
-    the median with 95 % confidence, and are None for fewer than 6 values.
+    """A sample's count, median, low, high, p90 and p99; None for an empty one. low and high hold
+    the median with 95 % confidence, and are None below 6 values.
     """
     if not values:
         return None
     median, p90, p99 = map(float, np.quantile(values, (0.5, 0.9, 0.99)))
     low, high = median_interval(values) or (None, None)
-    return {
-        "count": len(values),
-        "median": median,
-        "low": low,
-        "high": high,
-        "p90": p90,
-        "p99": p99,
-    }
+    middle = {"count": len(values), "median": median, "low": low, "high": high}
+    return {**middle, "p90": p90, "p99": p99}

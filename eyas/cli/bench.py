@@ -85,7 +85,7 @@ def command(
 
 
 def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
-    """The arms that fit: two servers, one of eyas with and without its head, or one alone."""
+    """The arms: two servers, one of eyas with and without its head, or one alone."""
 
     async def facts_of(url: str) -> ServerFacts:
         async with Client(url, 30) as client:
@@ -113,9 +113,7 @@ def _asked(config: BenchConfig) -> list[str]:
 def with_head(
     manifest: Manifest, made: Manifest, servers: Mapping[str, Mapping[str, Any]]
 ) -> Manifest:
-    """A benchmark's manifest with its servers' head as an input. Raises MismatchError for a head of
-    another target.
-    """
+    """A benchmark's manifest with its servers' head as an input. Raises MismatchError."""
     targets = {
         stage.config["target_fingerprint"]
         for stage in lineage.stages(made)
@@ -130,6 +128,6 @@ def with_head(
 
 
 def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
-    """The ledger of prompts in an artifact's lineage, if any."""
+    """The ledger of prompts in an artifact's lineage, or None."""
     ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
     return next((ledger for ledger in ledgers if ledger), None)

@@ -116,7 +116,7 @@ def _advice(window: WatchWindow) -> str:
 
 
 def facts(window: WatchWindow) -> dict[str, object]:
-    """The window, and the card's numbers for deploy/prometheus-rules.yaml."""
+    """The window and its card as JSON."""
     found = asdict(window)
     del found["card"]["acceptance_by_position"]
     return {
