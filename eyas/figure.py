@@ -11,7 +11,7 @@ from markupsafe import Markup
 WIDTH, HEIGHT = 420, 260  # CSS pixels
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 40  # margins
 WIDE = 20  # a ratio of the x values above which the axis is logarithmic
-NUM_COLORS = 4
+NUM_COLORS, MOST_TICKS = 4, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ class Series:
     points: Sequence[Point]
 
 
-def line_chart(
-    series: Sequence[Series], x_label: str, y_label: str, rule: float | None = 0
-) -> Markup:
+def line_chart(series: Sequence[Series], x_label: str, y_label: str, rule: float = 0) -> Markup:
     """A line for each series, or a bar where all points have one x, with intervals.
 
     rule: a y value that is always shown and, unless it is 0, marked by a line.
@@ -42,7 +40,7 @@ def line_chart(
     assert points, "a chart needs a point"
     xs = sorted({point.x for point in points})
     ys = [end for point in points for end in (point.y, point.low, point.high) if end is not None]
-    ticks = axis_ticks([*ys, rule] if rule is not None else ys)
+    ticks = axis_ticks([*ys, rule])
     is_log = xs[0] > 0 and xs[-1] / xs[0] > WIDE
 
     def across(x: float) -> float:
@@ -89,16 +87,16 @@ def line_chart(
     )
 
 
-def axis_ticks(values: Sequence[float], most: int = 6) -> list[float]:
-    """At most `most` round numbers that enclose all values."""
+def axis_ticks(values: Sequence[float]) -> list[float]:
+    """At most MOST_TICKS round numbers that enclose all values."""
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / (most - 1)))
+    power = 10.0 ** math.floor(math.log10(span / (MOST_TICKS - 1)))
     for factor in (1, 2, 5, 10, 20, 50):
         step = factor * power
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         last = max(last, first + 1)
-        if last - first < most:
+        if last - first < MOST_TICKS:
             return [round(step * number, 12) for number in range(first, last + 1)]
     raise AssertionError("one of the steps fits")
 

@@ -20,14 +20,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError)
 MISTAKES = (  # in code: asking again is no remedy
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    NameError,
-    NotImplementedError,
-    MemoryError,
+    *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    *(NameError, NotImplementedError, MemoryError),
 )
 MAKE_ROOM = "free some space there, and run the same command again: finished parts are kept"
 # Remedies by codes of S3 and its clients, and by the status of GCS and of HEAD requests, which have

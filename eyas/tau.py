@@ -101,19 +101,14 @@ class RoundCounts:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        return [
-            accepted / max(judged, 1)
-            for accepted, judged in zip(self.accepted, self.judged, strict=True)
-        ]
+        counts = zip(self.accepted, self.judged, strict=True)
+        return [accepted / max(judged, 1) for accepted, judged in counts]
 
     def add(self, other: RoundCounts) -> None:
         """Add the counts of other rounds of as many drafts."""
-        for own, more in (
-            (self.accept_hist, other.accept_hist),
-            (self.judged, other.judged),
-            (self.accepted, other.accepted),
-        ):
-            own[:] = [count + added for count, added in zip(own, more, strict=True)]
+        for name in ("accept_hist", "judged", "accepted"):
+            counts = zip(getattr(self, name), getattr(other, name), strict=True)
+            setattr(self, name, [one + more for one, more in counts])
 
     def add_rounds(self, accepted: Sequence[int]) -> None:
         """Add an answer's rounds as an engine reports them: num_accepted_drafts each, in order. The
@@ -171,14 +166,10 @@ def bootstrap(
     return low, high
 
 
-def tau_interval(
-    emitted: Sequence[int], rounds: Sequence[int], confidence: float = 0.95, seed: int = 0
-) -> Interval | None:
+def tau_interval(emitted: Sequence[int], rounds: Sequence[int], seed: int = 0) -> Interval | None:
     """Interval of sum(emitted) / sum(rounds), counts by prompt [n]; None without a round."""
-    if not sum(rounds):
-        return None
     rows = list(zip(emitted, rounds, strict=True))
-    return bootstrap(rows, ratio_of_sums, confidence, seed=seed)
+    return bootstrap(rows, ratio_of_sums, seed=seed) if sum(rounds) else None
 
 
 def intervals_of_turns(

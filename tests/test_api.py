@@ -33,7 +33,7 @@ from tests.tiny_features import greedy_answers, samples_of, write_features
 from tests.tiny_head import head_folder
 
 PROMPTS = ["I would like a table for two.", "The address is", "0123", "user"]
-# fields of a request that mean nothing where there is no HTTP, or that have a way of their own
+# fields of a request without a meaning here, or with another name
 WITHOUT_MEANING = {
     *("model", "messages", "prompt", "stream", "stream_options", "n", "request_id"),
     *("return_token_ids", "return_tokens_as_token_ids", "add_generation_prompt"),
@@ -123,8 +123,6 @@ print(trainer.TrainConfig.__name__)
 
 
 class TestAnswers:
-    """Of a random target, whose answers are ever other tokens; greedy unless said."""
-
     @pytest.mark.parametrize("which", ["llm", "drafting"])
     def test_they_are_the_servers_to_the_token(self, which, world, request):
         llm = request.getfixturevalue(which)

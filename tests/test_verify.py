@@ -1,5 +1,7 @@
 """The walk down the tree: its output distribution is the target's, whatever the tree proposes."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,9 +52,7 @@ def context_of(tree: Tree, node: int) -> tuple[int, ...]:
     ids=["T=1", "top_k", "top_p"],
 )
 def test_emitted_sequences_follow_the_target(params):
-    """Chi-square over all sequences of three tokens, thousands of draws, a new random tree for
-    every round.
-    """
+    """Chi-square over all sequences of three tokens, with a new random tree for every round."""
     rng = np.random.default_rng(7)
     tables: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -70,36 +70,30 @@ def test_emitted_sequences_follow_the_target(params):
         while len(sequence) < 4:
             tree = random_tree(rng, int(rng.integers(1, 10)))
             tree.tokens[0] = sequence[-1]
-            prefix = sequence[:-1]
-            path, emitted = accept(
-                tree.tokens,
-                tree.parents,
-                lambda n, p=prefix, t=tree: draw(
-                    target_probs(p + context_of(t, n)), int(rng.integers(2**63))
-                ),
-            )
+
+            def drawn(node, prefix=sequence[:-1], tree=tree):
+                probs = target_probs(prefix + context_of(tree, node))
+                return draw(probs, int(rng.integers(2**63)))
+
+            path, emitted = accept(tree.tokens, tree.parents, drawn)
             accepted += len(path)
             sequence += tuple(emitted)
-        first, second, third = sequence[1:4]
-        counts[first * VOCAB**2 + second * VOCAB + third] += 1
+        counts[np.ravel_multi_index(sequence[1:4], (VOCAB,) * 3)] += 1
+    every = product(range(VOCAB), repeat=3)
     expected = np.array(
         [
-            float(target_probs((0,))[a] * target_probs((0, a))[b] * target_probs((0, a, b))[c])
-            for a in range(VOCAB)
-            for b in range(VOCAB)
-            for c in range(VOCAB)
+            target_probs((0,))[a] * target_probs((0, a))[b] * target_probs((0, a, b))[c]
+            for a, b, c in every
         ]
     )
-    assert accepted > draws / 4, "the trees must matter for this test to mean anything"
+    assert accepted > draws / 4, "else trees hardly matter"
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
     assert chisquare(counts[possible], expected[possible] * draws).pvalue > 1e-4
 
 
 def test_a_wrong_rule_would_fail_the_chi_square():
-    """The same statistic on a verifier that gives the tree a second chance: it must show, or the
-    test above is blind.
-    """
+    """The same statistic finds a verifier that gives the tree a second chance."""
     rng = np.random.default_rng(3)
     probs = adjusted_probs(np.array([0.0, 0.5, 1.0, 0.2, 0.1]), SamplingParams(temperature=1.0))
     proposed = 2

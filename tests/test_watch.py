@@ -1,6 +1,4 @@
-"""The watch over production: what cards and counters say, the test's errors, restarts, several
-servers, the command's codes; against pages of vLLM, SGLang and a server of our own.
-"""
+"""The watch over production: cards, counters, false alarms, restarts, servers, exit codes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import json
 import math
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 
 import httpx
 import numpy as np
@@ -21,7 +18,7 @@ from eyas.bench.watch import WatchWindow, choose, window_of
 from eyas.card import CardTau, card_of_head, of_size, read_card
 from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
 from eyas.export.export import ExportConfig, export
-from tests.bench_servers import web_server
+from tests.bench_servers import JsonHandler, web_server
 from tests.object_stores import free_port
 from tests.serving import ask
 from tests.test_cli import assert_one_clear_error, run_eyas
@@ -280,21 +277,15 @@ def test_a_server_that_drafts_may_answer_once_without_a_round():
 
 @contextmanager
 def paged(*pages):
-    """A server with these pages of /metrics, one a question, the last one again and again; "" is an
+    """A server with these pages of /metrics, one a request, the last one for all others; "" is an
     answer without a page.
     """
     left = list(pages)
 
-    class Pages(BaseHTTPRequestHandler):
+    class Pages(JsonHandler):
         def do_GET(self):
             page = left.pop(0) if len(left) > 1 else left[0]
-            self.send_response(200 if page else 503)
-            self.send_header("content-length", str(len(page)))
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, *_):
-            pass
+            self.reply(200 if page else 503, page.encode())
 
     with web_server(Pages) as url:
         yield url

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from eyas.tau import CONFIDENCE, Interval
+
 
 def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | None:
     """Time per output token after the first; None for an answer of one token, which has none."""
@@ -22,18 +24,16 @@ def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | No
     return (e2e_ms - ttft_ms) / (num_output_tokens - 1)
 
 
-def median_interval(
-    values: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float] | None:
-    """Order statistics around the population's median with at least this confidence: the number of
-    values below it is binomial(n, 1/2). None below 6 values at 95 %.
+def median_interval(values: Sequence[float]) -> Interval | None:
+    """Order statistics around the population's median with at least CONFIDENCE: the number of
+    values below it is binomial(n, 1/2). None below 6 values.
     """
     n = len(values)
     miss, left_out = 0.0, -1
     for k in range((n + 1) // 2):
         # the median lies outside [k], [n - 1 - k], counted from 0
         miss += 2 * math.comb(n, k) / 2**n
-        if miss > 1 - confidence:
+        if miss > 1 - CONFIDENCE:
             break
         left_out = k
     if left_out < 0:

@@ -138,17 +138,13 @@ def table_rows(bench: Row) -> list[tuple[str, ...]]:
     rows = []
     for row in bench["results"]:
         pair = compared.get((row["arm"], load_of(row)), dict.fromkeys([*RATIOS, "identical"]))
+        same = pair["identical"]
         cells = (
-            row["arm"],
-            load_of(row),
-            *(ratio_cell(pair, one) for one in RATIOS),
-            "–" if pair["identical"] is None else f"{pair['identical']} of {pair['num_pairs']}",
-            str(row["num_failed"]),
-            _within(row["tau"], row["tau_interval"]),
-            _median(row["tpot_ms"]),
+            *(row["arm"], load_of(row), *(ratio_cell(pair, one) for one in RATIOS)),
+            *("–" if same is None else f"{same} of {pair['num_pairs']}", str(row["num_failed"])),
+            *(_within(row["tau"], row["tau_interval"]), _median(row["tpot_ms"])),
             _within(row["throughput_tps"], row["throughput_tps_interval"], 0),
-            _median(row["ttft_ms"], 1),
-            number((row["ttft_ms"] or {}).get("p99"), 0),
+            *(_median(row["ttft_ms"], 1), number((row["ttft_ms"] or {}).get("p99"), 0)),
             _median(row["e2e_ms"], 0),
         )
         rows.append(cells)
@@ -159,12 +155,8 @@ def task_rows(bench: Row) -> list[tuple[str, ...]]:
     """A row of TASK_COLUMNS per task, arm and load."""
     return [
         (
-            row["category"] or "–",
-            row["arm"],
-            load_of(row),
-            str(row["num_pairs"]),
-            ratio_cell(row, "speedup"),
-            number(row["tau"]),
+            *(row["category"] or "–", row["arm"], load_of(row), str(row["num_pairs"])),
+            *(ratio_cell(row, "speedup"), number(row["tau"])),
         )
         for row in bench["by_task"]
     ]

@@ -304,14 +304,13 @@ def impossible(compared: Mapping[str, Any]) -> str | None:
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:
-    blocks: dict[int, list[BenchRow]] = {}
+    begins_s: dict[int, float] = {}
+    ends_s: dict[int, float] = {}
     for row in answered:
-        blocks.setdefault(row.block, []).append(row)
-    ends_s = (
-        max(row.started_s + row.reply.e2e_ms / 1000 for row in block) for block in blocks.values()
-    )
-    begins_s = (min(row.started_s for row in block) for block in blocks.values())
-    return sum(ends_s) - sum(begins_s)
+        end_s = row.started_s + row.reply.e2e_ms / 1000
+        begins_s[row.block] = min(begins_s.get(row.block, row.started_s), row.started_s)
+        ends_s[row.block] = max(ends_s.get(row.block, end_s), end_s)
+    return sum(ends_s.values()) - sum(begins_s.values())
 
 
 def _throughput_tps(answered: Sequence[BenchRow]) -> float | None:

@@ -69,8 +69,8 @@ def command(
     summary = measured.read_json("summary.json")
     show_table(summary)
     warnings = [cut_note(cut)] if (cut := summary["num_cut_prompts"]) else []
-    for one in summary["differences"]:
-        warnings.append(f"{one['arm']} and {one['baseline']}: {one['text']}")
+    differences = summary["differences"]
+    warnings += [f"{one['arm']} and {one['baseline']}: {one['text']}" for one in differences]
     for warning in warnings:
         console.out(warning, style="yellow", highlight=False)
     manifest = measured.manifest("bench")

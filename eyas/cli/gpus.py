@@ -205,20 +205,15 @@ def running_engines(
     other: SGLang takes a share of the free memory. logs: a folder. Raises EyasError for a server
     that ends.
     """
-    groups, running = gpus.groups, list[RunningServer]()
+    groups, running, engine = gpus.groups, list[RunningServer](), gpus.engine
     try:
         for first in range(0, len(servers), len(groups)):
             begun = []
             for place, server in enumerate(servers[first : first + len(groups)]):
-                served = config.model_copy(
-                    update={"head": server.head, "host": "127.0.0.1", "port": server.port}
-                )
-                words = engine_command(
-                    gpus.engine, served, gpus.args, groups[place], gpus.engine_python
-                )
-                words += share_of_memory(
-                    gpus.engine, len(servers[place :: len(groups)]), first // len(groups)
-                )
+                where = {"head": server.head, "host": "127.0.0.1", "port": server.port}
+                served, sharing = config.model_copy(update=where), servers[place :: len(groups)]
+                words = engine_command(engine, served, gpus.args, groups[place], gpus.engine_python)
+                words += share_of_memory(engine, len(sharing), first // len(groups))
                 log = Path(logs, f"server-{server.name}.log")
                 begun.append(RunningServer(server, words, log))
             running += begun

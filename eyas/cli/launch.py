@@ -67,12 +67,9 @@ def engine_command(
         target = str(whole_folder(resolve_target(target)).absolute())
         family = read_config(target).get("model_type")
     launch = Launch(
-        target,
-        sizes.num_draft_steps,
-        sizes.tree_topk,
-        sizes.num_verify_tokens,
-        config.dtype if "dtype" in given else None,
-        config.engine.max_length if "max_length" in sized else None,
+        *(target, sizes.num_draft_steps, sizes.tree_topk, sizes.num_verify_tokens),
+        dtype=config.dtype if "dtype" in given else None,
+        max_length=config.engine.max_length if "max_length" in sized else None,
         family=family,
         num_gpus=max(1, len(gpus)),
     )

@@ -26,7 +26,7 @@ from rich.markup import escape
 from eyas.errors import ConfigError, MissingInputError
 from eyas.settings import ConfigT, Flag, validated
 
-NAME_WIDTH, HELP_WIDTH = 40, 57  # of 100 columns, with a space between and two margins
+NAME_WIDTH, HELP_WIDTH = 40, 57  # of 100 columns
 
 TargetOption = Annotated[
     str,
