@@ -24,10 +24,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 18431
-# A command with a hook on every call, set once its modules are loaded: writes the stack at ends.
+# Commands, the last with a hook on every call once its modules are loaded: writes stacks at ends.
 DRIVER = """
 import json, os, sys, threading
-ends, package, out, argv = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+(ends, *lines), package, out = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 written = set()
 def name(code):
     return code.co_filename.removeprefix(package) + ":" + code.co_name
@@ -47,14 +47,19 @@ def hook(frame, event, arg, package=package):  # bound: globals go first when th
     written.add(end)
     with open(out, "a") as file:
         file.write(json.dumps([end, stack[::-1]]) + chr(10))
-    if "train" in argv and written == set(ends):
+    if sys.argv[1] == "train" and written == set(ends):
         os._exit(0)  # no need to train on
 from eyas.cli.main import build, main
-build(argv)
-sys.setprofile(hook)
-threading.setprofile(hook)
-sys.argv = ["eyas", *argv]
-main()
+for line in lines:
+    sys.argv = ["eyas", *line.split()]
+    if line == lines[-1]:
+        build(sys.argv[1:])
+        sys.setprofile(hook)
+        threading.setprofile(hook)
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, line
 """
 LOSS_ENDS = ("train/loss.py:batch_loss", "train/loss.py:loss_rows")
 FORWARD_ENDS = ("model/native.py:verify", "model/native.py:forward")
@@ -174,22 +179,12 @@ def room_bytes(root: Path) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def traced(root: Path, ends: tuple[str, ...], out: Path, arguments: list[str]) -> subprocess.Popen:
-    """Start `eyas ARGUMENTS` of the checkout at `root` with the hook of DRIVER."""
+def traced(root: Path, ends: tuple[str, ...], out: Path, *lines: str) -> subprocess.Popen:
+    """Start commands of the checkout at `root`, the last with the hook of DRIVER."""
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(ends), f"{root}/eyas/", str(out), *arguments],
+        [sys.executable, "-c", DRIVER, json.dumps([ends, *lines]), f"{root}/eyas/", str(out)],
         env={**os.environ, "PYTHONPATH": str(root)},
         cwd=out.parent,
-        stdout=subprocess.DEVNULL,
-    )
-
-
-def eyas(root: Path, *arguments: str) -> None:
-    """Run one command of the checkout at `root`."""
-    subprocess.run(
-        [sys.executable, "-m", "eyas.cli.main", *arguments],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=True,
         stdout=subprocess.DEVNULL,
     )
 
@@ -202,15 +197,14 @@ def frames(root: Path) -> dict[str, list[str]]:
         cities = ("Oslo", "Rome", "Lima", "Cairo", "Quito", "Bern", "Riga", "Seoul")
         rows = [json.dumps({"turns": [f"Find me a hotel in {city}."]}) for city in cities]
         prompts.write_text("\n".join(rows))
-        mine = ["--licence", "CC0-1.0", "--prompts-by", "human"]
-        eyas(root, "prompts", str(prompts), *mine, "-o", f"{folder}/p")
-        few = ["-s", "max_tokens=16"]
-        eyas(root, "generate", f"{folder}/p", "-t", "builtin", "-o", f"{folder}/g", *few)
-        eyas(root, "capture", f"{folder}/g", "-t", "builtin", "-o", f"{folder}/c")
-        train = ["train", f"{folder}/c", "-t", "builtin", "-o", f"{folder}/h", "-s", "epochs=1"]
-        traced(root, LOSS_ENDS, out, train).wait()
-        serve = ["serve", "--target", "builtin", "--head", "builtin", "--port", str(PORT)]
-        serve += ["--speculation", "fixed(2,1,3)"]
+        stages = (
+            "prompts prompts.jsonl --licence CC0-1.0 --prompts-by human -o p",
+            "generate p -t builtin -o g -s max_tokens=16",
+            "capture g -t builtin -o c",
+            "train c -t builtin -o h -s epochs=1",
+        )
+        traced(root, LOSS_ENDS, out, *stages).wait()
+        serve = f"serve -t builtin --head builtin --port {PORT} --speculation fixed(2,1,3)"
         server = traced(root, FORWARD_ENDS, out, serve)
         try:
             ask(f"http://127.0.0.1:{PORT}")

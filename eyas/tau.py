@@ -107,8 +107,8 @@ class RoundCounts:
     def add(self, other: RoundCounts) -> None:
         """Add the counts of other rounds of as many drafts."""
         for name in ("accept_hist", "judged", "accepted"):
-            counts = zip(getattr(self, name), getattr(other, name), strict=True)
-            setattr(self, name, [one + more for one, more in counts])
+            own = getattr(self, name)
+            own[:] = [one + more for one, more in zip(own, getattr(other, name), strict=True)]
 
     def add_rounds(self, accepted: Sequence[int]) -> None:
         """Add an answer's rounds as an engine reports them: num_accepted_drafts each, in order. The

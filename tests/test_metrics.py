@@ -18,17 +18,8 @@ def test_tpot_leaves_the_first_token_out():
 
 def test_median_interval_is_the_published_table():
     # Ranks for 95 %, counted from 1, as in tables of the sign test.
-    table = {
-        6: (1, 6),
-        8: (1, 8),
-        9: (2, 8),
-        12: (3, 10),
-        15: (4, 12),
-        20: (6, 15),
-        25: (8, 18),
-        30: (10, 21),
-        40: (14, 27),
-    }
+    table = {6: (1, 6), 8: (1, 8), 9: (2, 8), 12: (3, 10), 15: (4, 12)}
+    table |= {20: (6, 15), 25: (8, 18), 30: (10, 21), 40: (14, 27)}
     for n, (low, high) in table.items():
         assert metrics.median_interval(range(1, n + 1)) == (low, high), n
     for n in range(6):

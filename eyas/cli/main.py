@@ -67,7 +67,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         module = _loaded(name) if name == wanted else None
         config = getattr(module, "CONFIG", None)
         register = app.command(name, short_help=line, epilog=settings(config) if config else None)
-        register(reporting_errors(module.command if module else _general, name))
+        register(reporting_errors(module.command if module else lambda: None, name))
     return app
 
 
