@@ -356,7 +356,7 @@ async def _ask_all(
             return await client.stream(body)
 
     async with asyncio.TaskGroup() as group:
-        asked = [
+        answers = [
             group.create_task(ask(body, at_s)) for body, at_s in zip(bodies, times_s, strict=False)
         ]
-    return [one.result() for one in asked]
+    return [one.result() for one in answers]

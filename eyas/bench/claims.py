@@ -126,13 +126,13 @@ def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
     over = f"{where}, {compared['num_pairs']} answers of each: "
     if any(is_certain(compared[f"{name}_interval"]) for name in RATIOS):
         over += f"{compared['arm']} against {compared['baseline']}, "
-        said = [f"{name} {in_words(compared, key, how)}" for key, (name, how) in MEANINGS.items()]
-        said += [_worse(baseline, arm), _above_tau(compared)]
+        parts = [f"{name} {in_words(compared, key, how)}" for key, (name, how) in MEANINGS.items()]
+        parts += [_worse(baseline, arm), _above_tau(compared)]
     else:
         over += f"no difference between {both} is certain: "
-        said = [f"{name} {_within(compared, key)}" for key, (name, _) in MEANINGS.items()]
-    said += [_slower_elsewhere(bench, compared), *_unlike(bench, compared, baseline, arm)]
-    return f"{over}{'; '.join(filter(None, said))}."
+        parts = [f"{name} {_within(compared, key)}" for key, (name, _) in MEANINGS.items()]
+    parts += [_slower_elsewhere(bench, compared), *_unlike(bench, compared, baseline, arm)]
+    return f"{over}{'; '.join(filter(None, parts))}."
 
 
 def in_words(compared: Row, ratio: str, how: str) -> str:

@@ -78,8 +78,8 @@ def command(
             )
     except EyasError as error:
         if as_json:
-            said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
-            print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
+            failure = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
+            print(json.dumps({"head": head, "target": target, **failure}, ensure_ascii=False))
         raise
     reasons = list(why_findings(replayed)) if why else None
     findings = in_order([*verdict(findings, replayed, reasons), *leak])

@@ -114,13 +114,13 @@ def evaluate(
         settings = {"num_prompts": max(1, len(prompts)), **settings}
     config = validated(EvalConfig, settings, "eval")
     name = target_of(str(head)) if target is None else str(target)
-    asked = eval_prompts(prompts, config) if prompts is not None else ()
+    questions = eval_prompts(prompts, config) if prompts is not None else ()
     source = Features(Artifact(str(features)), "held_out") if features is not None else None
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory()) if output is None else str(output)
         artifact = Artifact(folder)
         track = stack.enter_context(stage("eval", artifact)) if progress else quiet
-        measure(config, name, str(head), artifact, source, asked, track)
+        measure(config, name, str(head), artifact, source, questions, track)
         result = artifact.read_json("eval.json")
     ends = result["tau_interval"]
     return Evaluation(result["tau"], ends and tuple(ends), result["accept_hist"], result)

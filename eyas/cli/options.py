@@ -231,8 +231,8 @@ def settings(kind: type[BaseModel]) -> str:
 
 def meaning(kind: type[BaseModel], field: str) -> str:
     """A setting's description, or its text in the class's docstring (`field: text.`), or ""."""
-    if said := kind.model_fields[field].description:
-        return " ".join(said.split())
+    if description := kind.model_fields[field].description:
+        return " ".join(description.split())
     text = " ".join((kind.__doc__ or "").split())
     found = re.search(rf"(?:^|[.:;,] ){field}: (.+?)(?:[.;] |\.$|$)", text)
     return found.group(1) if found else ""

@@ -313,10 +313,10 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
 def begun_folders(config: RunConfig, root: str, prompts: Artifact) -> Iterator[str]:
     """The folders of answers and features that this run resumes, or finds done."""
     answers, folder = StageFolder(root, "generate"), resolve_target(config.target)
-    asked = config.generate
-    if config.gpus and not asked.servers:  # `answer` starts some
-        asked = asked.model_copy(update={"servers": ("http://127.0.0.1",)})
-    settings = settings_of(asked.on(target_shape(folder)), folder)
+    generating = config.generate
+    if config.gpus and not generating.servers:  # `answer` starts some
+        generating = generating.model_copy(update={"servers": ("http://127.0.0.1",)})
+    settings = settings_of(generating.on(target_shape(folder)), folder)
     is_done = answers.is_done_for(identity("generate", settings, {"prompts": prompts.manifest()}))
     yield answers.url
     if is_done:
@@ -386,9 +386,9 @@ def eval_stage(work: StageWork, features: str, head: str, questions: str) -> str
     """Stage eval; the URL of its output. On GPUs only on features: our engine runs on the CPU."""
     config, evaluation = work.config, StageFolder(work.root, "eval")
     settings, held_out = as_served(config), Features(Artifact(features), "held_out")
-    asked = () if config.gpus else eval_prompts(questions, settings)
+    prompts = () if config.gpus else eval_prompts(questions, settings)
     with stage("eval", evaluation) as track:
-        evaluate(settings, config.target, head, evaluation, held_out, asked, track)
+        evaluate(settings, config.target, head, evaluation, held_out, prompts, track)
     return evaluation.url
 
 
@@ -444,8 +444,8 @@ def serve_and_bench(
             settings = settings.model_copy(update={"url": urls[list(heads)[-1]], "arms": arms})
         bench(settings, output, track, inputs)
         if verifies:
-            asked = VerifyConfig(url=settings.url, plain=urls[PLAIN], prompts=questions)
-            asyncio.run(verified(asked, report, track))
+            verifying = VerifyConfig(url=settings.url, plain=urls[PLAIN], prompts=questions)
+            asyncio.run(verified(verifying, report, track))
     if config.gpus is None:
         return {"bench": output}
     found = report.read_json(VERIFICATION)
