@@ -32,6 +32,8 @@ class EyasError(Exception):
 
 
 class InputError(EyasError):
+    """An error that other input mends."""
+
     exit_code = 2
 
 

@@ -32,7 +32,7 @@ ROOMS = {
     "serve": (212, "the HTTP server"),
     "privacy": (148, "personal data and secrets: search, surrogates, key"),
     "features": (130, "the target's answers and its hidden states"),
-    "bench": (113, "any server measured over HTTP, and watched"),
+    "bench": (114, "any server measured over HTTP, and watched"),
     "train": (107, "objective, optimizer, runs"),
     "cli": (121, "one file per command"),
     "top": (157, "artifacts, stores, records, errors, names of models, pages, Python's API"),
