@@ -8,7 +8,7 @@ import pytest
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import ArmConfig, BenchConfig
-from eyas.cli.bench import arms_for, ledger_of
+from eyas.cli.bench import arms_for
 from tests.bench_servers import scripted
 from tests.source_rows import written
 from tests.test_cli import assert_one_clear_error, run_eyas
@@ -138,11 +138,3 @@ def test_a_report_is_given_the_head_and_shows_its_lineage_and_ledger(tmp_path, p
             (tmp_path / "none", "does not exist"),
         ):
             assert_one_clear_error(benched(url, *shared, "--head", folder), message)
-
-
-def test_the_ledger_is_found_behind_the_benchmark():
-    prompts = manifest("prompts", "a", facts={"ledger": LEDGER})
-    head = manifest("train", "b", inputs={"prompts": prompts})
-    measured = manifest("bench", "c", inputs={"head": head})
-    assert ledger_of(measured) == LEDGER
-    assert ledger_of(measured.model_copy(update={"inputs": {}})) is None

@@ -220,13 +220,6 @@ def other_target(tmp_path_factory) -> Path:
 
 
 class TestPipeline:
-    def test_done_work_is_skipped_and_changed_work_does_not_overwrite(self, made):
-        line = f"generate {made.prompts} -t {made.target} -o {made.answers} -s max_tokens="
-        again = run_eyas(f"{line}12")
-        assert again.exit_code == 0
-        assert "done already, skipped" in again.stderr
-        assert_one_clear_error(run_eyas(f"{line}13"), "holds other work", "another output")
-
     def test_eval_export_check_and_lineage(self, made, tmp_path, monkeypatch):
         for line in (
             f"eval {made.head} --features {made.features} -t {made.target} -o {tmp_path}/eval",
@@ -325,6 +318,10 @@ class TestBadInputs:
         linted = run_eyas(f"check {made.head} -t {other_target} --no-replay")
         assert linted.exit_code == 2
         assert re.search("error: .*target", linted.stdout)
+
+    def test_an_output_that_holds_other_work(self, made):
+        changed = f"generate {made.prompts} -t {made.target} -o {made.answers} -s max_tokens=13"
+        assert_one_clear_error(run_eyas(changed), "holds other work", "another output")
 
     def test_an_interrupt_says_that_a_rerun_resumes(self, made, tmp_path, monkeypatch):
         def interrupted(*args, **settings):

@@ -77,7 +77,9 @@ def command(
     if made is not None:
         manifest = with_head(manifest, made, summary["servers"])
     commands = [shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), *_asked(config)]
-    contents = Contents(summary, None, ledger_of(manifest), manifest, commands)
+    ledgers = (one.facts.get("ledger") for one in lineage.stages(manifest))
+    ledger = next(filter(None, ledgers), None)  # of the prompts that made the head
+    contents = Contents(summary, None, ledger, manifest, commands)
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
@@ -125,9 +127,3 @@ def with_head(
             "--head was made for another target than the servers run", "give the head that they run"
         )
     return manifest.model_copy(update={"inputs": {**manifest.inputs, "head": made}})
-
-
-def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
-    """The ledger of prompts in an artifact's lineage, or None."""
-    ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
-    return next((ledger for ledger in ledgers if ledger), None)
