@@ -1,16 +1,13 @@
 """The fault table of `eyas check`: faults planted in the packaged head, in the forms that engines
 load, and sound heads.
 
-Each fault is one edit of a sound export, such as trainers, converters and people make. A fault is
-found if the check ends with another exit code than 0: by the lint, from the files alone, or by the
-replay, from what each reading accepts. Sound heads are the packaged one in every form of EAGLE-3
-heads, and those given by --head: nothing may be reported on them but what their form brings with
-it. For a head that was trained with a norm flag, the loss of that flag is planted too.
+Each fault is one edit of a sound export. It is found if the check's exit code is not 0: by the
+lint, from the files, or by the replay, from what each reading accepts. Sound heads are the packaged
+one in every form of EAGLE-3 heads, and those given by --head: only warnings that their form brings
+are allowed. For a head that was trained with a norm flag, the loss of that flag is planted too.
 
---why instead plants other faults, of which files say nothing, in a packaged target's packaged head,
-and asks `eyas check --why` for each one's name. A fault that costs less than LEAST_COST of tau
-breaks nothing and is not counted. Each is an edit, the opposite of one reading but written here a
-second time.
+--why plants other faults, which the files do not show, and asks `eyas check --why` for each one's
+name. A fault that costs less than LEAST_COST of tau is not counted.
 
     python benchmarks/faults.py [--quick] [--head FOLDER ...]
     python benchmarks/faults.py --why [--target builtin | smollm2] [--only REGEX]
@@ -70,23 +67,19 @@ Settings = dict[str, Any]
 
 
 class Head:
-    """A head on disk as somebody may edit it; tensors by EAGLE's names."""
+    """A head on disk, to be edited; tensors by EAGLE's names."""
 
     def __init__(self, folder: Path, config: HeadConfig) -> None:
         self.folder, self.config = folder, config
         self.settings: Settings = json.loads((folder / "config.json").read_text())
         stored = safetensors.torch.load_file(folder / "model.safetensors")
         self.is_speculators = any(name.startswith("layers.0.") for name in stored)
-        self.tensors: Tensors = {
-            name.replace("layers.0.", LAYER): tensor for name, tensor in stored.items()
-        }
+        self.tensors = {name.replace("layers.0.", LAYER): one for name, one in stored.items()}
 
     def save(self) -> Path:
         (self.folder / "config.json").write_text(json.dumps(self.settings))
         layer = "layers.0." if self.is_speculators else LAYER
-        kept = {
-            name.replace(LAYER, layer): tensor.contiguous() for name, tensor in self.tensors.items()
-        }
+        kept = {name.replace(LAYER, layer): one.contiguous() for name, one in self.tensors.items()}
         safetensors.torch.save_file(kept, self.folder / "model.safetensors")
         return self.folder
 
@@ -102,7 +95,7 @@ class Fault:
 
 
 def setting(**changes: Any) -> Callable[[Head], None]:
-    """Keys of config.json; of the layer's part too where the form has one."""
+    """Change keys of config.json, or of its part for the layer."""
 
     def plant(head: Head) -> None:
         layer = head.settings.get("transformer_layer_config", {})
@@ -121,20 +114,18 @@ def weight(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Head], No
 
 
 def noise(tensor: Tensor) -> Tensor:
-    """Random numbers of a tensor's own spread."""
-    return (
-        torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)) * tensor.float().std()
-    ).to(tensor.dtype)
+    """Random numbers of a tensor's standard deviation."""
+    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+    return (drawn * tensor.float().std()).to(tensor.dtype)
 
 
 def with_first(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: (
-        tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
-    )
+    first = torch.tensor([0])
+    return lambda one: one.flatten().index_fill(0, first, value).view(one.shape)
 
 
 def other_words(head: Head) -> None:
-    """d2t and t2d of another vocabulary, in themselves sound: each token is its neighbour."""
+    """d2t and t2d of another vocabulary, which agree: each token is its neighbour."""
     ids_W = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
     mask_V = torch.zeros_like(head.tensors["t2d"]).index_fill(0, ids_W, True).roll(1)
     ids_W = mask_V.nonzero()[:, 0]
@@ -160,7 +151,7 @@ def changed_later(folder: Path, name: str) -> None:
     safetensors.torch.save_file(tensors | {"fc.weight": fc}, path)
 
 
-def in_shards_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Path:
+def in_shards_too(folder: Path, change: Callable[[Tensor], Tensor] = torch.clone) -> Path:
     """The weights in shards beside the one file, fc changed."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["fc.weight"] = change(tensors["fc.weight"])
@@ -169,7 +160,7 @@ def in_shards_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tens
     return folder
 
 
-def pickled_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Path:
+def pickled_too(folder: Path, change: Callable[[Tensor], Tensor] = torch.clone) -> Path:
     """The weights as pytorch_model.bin beside the one file, fc changed."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     torch.save(tensors | {"fc.weight": change(tensors["fc.weight"])}, folder / "pytorch_model.bin")
@@ -177,23 +168,20 @@ def pickled_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tensor
 
 
 def truncated(head: Head) -> None:
-    """A vocabulary cut to its first 1,500 tokens, and a config that does not know of it."""
+    """A vocabulary cut to 1,500 tokens, and the old config."""
     head.tensors |= {name: head.tensors[name][:1500] for name in ("d2t", LM_HEAD)}
 
 
 def foreign_embeddings(head: Head, change: Callable[[Tensor], Tensor] = noise) -> None:
-    """Embeddings that were changed where nothing says whose they are."""
+    """Changed embeddings without a checksum of the target's."""
     head.settings.pop("target_embed_tokens_sha256")
     head.tensors[EMBED_TOKENS] = change(head.tensors[EMBED_TOKENS])
 
 
 def all_noise(head: Head) -> None:
-    """Another head's weights, as good as random here."""
-    head.tensors |= {
-        name: noise(tensor)
-        for name, tensor in head.tensors.items()
-        if tensor.ndim == 2 and name != EMBED_TOKENS
-    }
+    """Another head's weights."""
+    weights = {name: one for name, one in head.tensors.items() if one.ndim == 2}
+    head.tensors |= {name: noise(one) for name, one in weights.items() if name != EMBED_TOKENS}
 
 
 def renamed(head: Head) -> None:
@@ -201,7 +189,7 @@ def renamed(head: Head) -> None:
 
 
 def ids_for_offsets(head: Head, keep_mask: bool = True) -> None:
-    """d2t as a map of ids; without t2d, nothing but the replay may tell."""
+    """d2t as a map of ids; without t2d only the replay may tell."""
     head.tensors["d2t"] += torch.arange(len(head.tensors["d2t"]))
     if not keep_mask:
         del head.tensors["t2d"]
@@ -286,7 +274,7 @@ def faults(config: HeadConfig) -> list[Fault]:
 
 
 class Bench:
-    """The target, its answers and a sound head, for as many checks as there are."""
+    """A target and its answers."""
 
     def __init__(self, scratch: Path, num_conversations: int, target: str = BUILTIN) -> None:
         self.scratch = scratch
@@ -302,11 +290,9 @@ class Bench:
 
     def written(self, config: HeadConfig, tensors: Tensors, form: Form) -> Path:
         """A sound head in a new folder."""
-        embed_tokens = (
-            array_of(self.vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
-            if form == "vllm"
-            else None
-        )
+        embed_tokens = None
+        if form == "vllm":
+            embed_tokens = array_of(self.vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
         verifier = Verifier("builtin", ("LlamaForCausalLM",), embed_tokens)
         folder = self.scratch / str(next(self.numbers))
         folder.mkdir()
@@ -315,7 +301,7 @@ class Bench:
         return folder
 
     def checked(self, folder: Path) -> tuple[list[CheckFinding], list[CheckFinding]]:
-        """What the lint and what the replay say of a head, notes left out."""
+        """Findings of the lint and of the replay, without notes."""
         linted = check(folder, self.folder)
         try:
             ways = meanings(folder, self.shape)
@@ -332,9 +318,7 @@ class Bench:
 def sound_heads(
     bench: Bench, config: HeadConfig, tensors: Tensors
 ) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """Name, folder, and the warnings that such a form brings with it, of the packaged head in every
-    form.
-    """
+    """Name and folder of the packaged head in every form, and the form's warnings."""
     for form in ("eyas", "sglang", "vllm"):
         yield f"packaged, {form} form", bench.written(config, tensors, form), ()
     yield "an export with its manifest", as_exported(bench.written(config, tensors, "vllm")), ()
@@ -371,7 +355,7 @@ def sound_heads(
 
 
 def lost_flags(config: HeadConfig) -> Iterator[Fault]:
-    """For a head that was trained with flags: each of them lost, with its norms."""
+    """The loss of each flag that a head was trained with, and of its norms."""
     for flag, norms in FLAGS.items():
         if getattr(config, flag):
 
@@ -426,13 +410,10 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
     }
 
 
-# Why
-
-
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A fault for --why: the targets whose packaged heads get it, and what is right to name:
-    nothing, "", of a sound head.
+    """A fault for --why. targets: whose packaged heads get it. right: the reading to name; "" for a
+    sound head.
     """
 
     name: str
@@ -442,7 +423,7 @@ class Broken:
 
 
 def layers(one: int, two: int, three: int) -> Callable[..., tuple[HeadConfig, Tensors]]:
-    """The three layers, each so many later."""
+    """The three layers, moved by these."""
 
     def plant(_: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
         taps = tuple(tap + by for tap, by in zip(config.taps, (one, two, three), strict=True))
@@ -452,75 +433,51 @@ def layers(one: int, two: int, three: int) -> Callable[..., tuple[HeadConfig, Te
 
 
 def of_config(**changes: Any) -> Callable[..., tuple[HeadConfig, Tensors]]:
-    """A config that says something else."""
     return lambda bench, config, tensors: (config.model_copy(update=changes), tensors)
 
 
-def as_packaged(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    return config, tensors
-
-
 def feature_first(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """The layer's two inputs stored in the other order."""
-    changed = {}
-    for letter in "qkv":
-        name = f"{ATTENTION}{letter}_proj.weight"
-        changed[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
-    return config, tensors | changed
+    """The layer's two inputs in the other order."""
+    names = [f"{ATTENTION}{letter}_proj.weight" for letter in "qkv"]
+    swapped = {name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in names}
+    return config, tensors | swapped
 
 
 def own_lm_head(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """lm_head lost, noise in its place."""
+    """Noise in place of lm_head."""
     return config, tensors | {LM_HEAD: noise(tensors[LM_HEAD])}
 
 
 def map_lost(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """The vocabulary written as the first tokens of the target."""
+    """The target's first tokens as the vocabulary."""
     first_V = torch.arange(config.vocab_size) < config.draft_vocab_size
     return config, tensors | {"d2t": torch.zeros_like(tensors["d2t"]), "t2d": first_V}
 
 
 def reordered(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """Rows of lm_head and the map in another order: the same head."""
-    order = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(1))
-    ids_W = (tensors["d2t"] + torch.arange(len(order)))[order]
-    return config, tensors | {
-        LM_HEAD: tensors[LM_HEAD][order],
-        "d2t": ids_W - torch.arange(len(order)),
-    }
+    """The same head, with rows of lm_head and the map in another order."""
+    places = torch.arange(len(tensors["d2t"]))
+    order = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(1))]
+    d2t = (tensors["d2t"] + places)[order] - places
+    return config, tensors | {LM_HEAD: tensors[LM_HEAD][order], "d2t": d2t}
 
 
 BOTH = (BUILTIN, SMOLLM2)
 SOUND = "sound: "
+LATER = "layers one later (inputs taken for outputs)"
+EARLIER = "layers one earlier (outputs taken for inputs)"
+DEFAULT, ROPE = "the target's default layers", "the target's rotary embedding"
+OTHER_ROPE, OTHER_FLAG = {"rope": RopeConfig(theta=100.0)}, {"norm_before_residual": True}
+FLAG = "norm_before_residual where it was not"
 BROKEN = (
-    Broken(SOUND + "as packaged", BOTH, "", as_packaged),
+    Broken(SOUND + "as packaged", BOTH, "", of_config()),
     Broken(SOUND + "its rows of lm_head by frequency", BOTH, "", reordered),
-    Broken(
-        "outputs listed as inputs",
-        BOTH,
-        "layers one later (inputs taken for outputs)",
-        layers(-1, -1, -1),
-    ),
-    Broken(
-        "inputs listed as outputs",
-        BOTH,
-        "layers one earlier (outputs taken for inputs)",
-        layers(1, 1, 1),
-    ),
-    Broken("first layer one on", BOTH, "the target's default layers", layers(1, 0, 0)),
-    Broken("second layer one back", BOTH, "the target's default layers", layers(0, -1, 0)),
-    Broken(
-        "rope_theta of another target",
-        (BUILTIN,),
-        "the target's rotary embedding",
-        of_config(rope=RopeConfig(theta=100.0)),
-    ),
-    Broken(
-        "norm_before_residual where it was not",
-        (BUILTIN,),
-        "norm_before_residual off",
-        of_config(norm_before_residual=True),
-    ),
+    Broken("outputs listed as inputs", BOTH, LATER, layers(-1, -1, -1)),
+    Broken("inputs listed as outputs", BOTH, EARLIER, layers(1, 1, 1)),
+    Broken("first layer one on", BOTH, DEFAULT, layers(1, 0, 0)),
+    Broken("second layer one back", BOTH, DEFAULT, layers(0, -1, 0)),
+    Broken("rope_theta of another target", (BUILTIN,), ROPE, of_config(**OTHER_ROPE)),
+    Broken(FLAG, (BUILTIN,), "norm_before_residual off", of_config(**OTHER_FLAG)),
     Broken("[feature, embedding]", BOTH, "the feature before the embedding", feature_first),
     Broken("map lost", BOTH, "d2t by the rows of lm_head", map_lost),
     Broken("lm_head lost", (BUILTIN,), "the target's lm_head", own_lm_head),
@@ -528,7 +485,7 @@ BROKEN = (
 
 
 def asked(bench: Bench, folder: Path) -> tuple[float, list[str], str]:
-    """tau of a head, the readings that --why names, and its finding in words."""
+    """tau of a head, and the readings and the text of --why."""
     ways = meanings(folder, bench.shape)
     for way in ways:
         way.tensors.setdefault(LM_HEAD, bench.vocabulary.lm_head)
@@ -538,7 +495,7 @@ def asked(bench: Bench, folder: Path) -> tuple[float, list[str], str]:
 
 
 def run_why(target: str, only: str, num_conversations: int) -> dict[str, Any]:
-    """Break a target's packaged head in every way, and ask why; print a line for each."""
+    """Ask why for every fault; print a line for each."""
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,11 +1,9 @@
-"""The size of this code base: bytes by room, files, functions, settings, call frames, imports of
-each command.
+"""The size of this code base: bytes by room, files, functions, settings, imports of each command.
 
     python benchmarks/house.py [--root CHECKOUT] [--frames]
 
-The counts are read from the source. The frames are those of a real run: two commands and a server
-work on the packaged model for about a minute, and the call stack is read when the loss and the
-target's forward are entered. `--root` counts another checkout, for example of an earlier commit.
+--frames runs `eyas train` and a server on the packaged model, and reads the call stack where the
+loss and the target's forward are entered.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 18431
-# A command started with a hook on every call: the stack is written when WHERE is entered.
+# Commands, the last with a hook on every call once its modules are loaded: writes stacks at ends.
 DRIVER = """
 import json, os, sys, threading
-ends, package, out, argv = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+(ends, *lines), package, out = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 written = set()
 def name(code):
     return code.co_filename.removeprefix(package) + ":" + code.co_name
@@ -49,13 +47,19 @@ def hook(frame, event, arg, package=package):  # bound: globals go first when th
     written.add(end)
     with open(out, "a") as file:
         file.write(json.dumps([end, stack[::-1]]) + chr(10))
-    if "train" in argv and written == set(ends):
+    if sys.argv[1] == "train" and written == set(ends):
         os._exit(0)  # no need to train on
-sys.setprofile(hook)
-threading.setprofile(hook)
-from eyas.cli.main import main
-sys.argv = ["eyas", *argv]
-main()
+from eyas.cli.main import build, main
+for line in lines:
+    sys.argv = ["eyas", *line.split()]
+    if line == lines[-1]:
+        build(sys.argv[1:])
+        sys.setprofile(hook)
+        threading.setprofile(hook)
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, line
 """
 LOSS_ENDS = ("train/loss.py:batch_loss", "train/loss.py:loss_rows")
 FORWARD_ENDS = ("model/native.py:verify", "model/native.py:forward")
@@ -71,6 +75,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(tree: ast.Module, known: dict[str, Path]) -> set[str]:
+    """The modules that a source imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -95,10 +100,9 @@ def closure(name: str, graph: dict[str, set[str]]) -> set[str]:
     return seen & set(graph)
 
 
-def settings_of(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """Each stage's settings: the fields of classes named *Config, by class.
-
-    Left out: the shapes of models (eyas/model), which are no settings, and the run file's sections.
+def settings_of(trees: dict[str, ast.Module]) -> dict[str, int]:
+    """The number of settings by class: fields of *Config, without shapes of models (eyas/model) and
+    the run file's sections.
     """
     found = {}
     for name, tree in trees.items():
@@ -107,14 +111,9 @@ def settings_of(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
                 continue
             if name.startswith("eyas.model.") or node.name == "RunConfig":
                 continue
-            found[f"{name.removeprefix('eyas.')}.{node.name}"] = [
-                one.target.id
-                for one in node.body
-                if isinstance(one, ast.AnnAssign)
-                and isinstance(one.target, ast.Name)
-                and not one.target.id.startswith(("_", "model_config"))
-                and "ClassVar" not in ast.unparse(one.annotation)
-            ]
+            fields = (ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign))
+            count = sum("ClassVar" not in one and not one.startswith("_") for one in fields)
+            found[f"{name.removeprefix('eyas.')}.{node.name}"] = count
     return found
 
 
@@ -124,32 +123,32 @@ def counts(root: Path) -> dict[str, Any]:
     texts = {name: path.read_text(encoding="utf-8") for name, path in known.items()}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     graph = {name: imports(tree, known) for name, tree in trees.items()}
-    functions, classes, lengths = 0, 0, []
-    homes: dict[str, set[str]] = defaultdict(set)
+    lengths = []
+    homes: dict[str, list[str]] = defaultdict(list)
     for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions += 1
                 lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
             elif isinstance(node, ast.ClassDef):
-                classes += 1
-                homes[node.name.lstrip("_")].add(name)
+                homes[node.name.lstrip("_")].append(name)
     settings = settings_of(trees)
-    commands = sorted(name for name in known if hasattr_command(trees[name], name))
+    commands = sorted(
+        name
+        for name, tree in trees.items()
+        if name.startswith("eyas.cli.")
+        and any(isinstance(one, ast.FunctionDef) and one.name == "command" for one in tree.body)
+    )
     return {
         "room_bytes": room_bytes(root),
         "files": len(known),
         "megabytes": round(sum(len(text.encode()) for text in texts.values()) / 1e6, 2),
         "lines": sum(text.count("\n") for text in texts.values()),
-        "functions": functions,
-        "classes": classes,
+        "functions": len(lengths),
+        "classes": sum(map(len, homes.values())),
         "mean_function_lines": round(sum(lengths) / len(lengths), 1),
-        "class_names_with_two_meanings": sum(len(at) > 1 for at in homes.values()),
-        "lines_over_100_columns": sum(
-            len(line) > 100 for text in texts.values() for line in text.splitlines()
-        ),
-        "settings": sum(len(fields) for fields in settings.values()),
-        "settings_by_config": {name: len(fields) for name, fields in settings.items() if fields},
+        "class_names_with_two_meanings": sum(len({*at}) > 1 for at in homes.values()),
+        "settings": sum(settings.values()),
+        "settings_by_config": {name: count for name, count in settings.items() if count},
         "files_imported": {
             name.removeprefix("eyas.cli."): len(closure(name, graph)) for name in commands
         },
@@ -157,8 +156,8 @@ def counts(root: Path) -> dict[str, Any]:
 
 
 def room_bytes(root: Path) -> dict[str, int]:
-    """Bytes of Python of each room of the package, those at its top level as "top", C++ as "cpp",
-    and of tests, benchmarks (all their text) and docs (Markdown).
+    """Bytes of Python of each room of the package ("top": its top level), of C++ ("cpp"), and of
+    tests, benchmarks (all their text) and docs (Markdown).
     """
     sizes: dict[str, int] = defaultdict(int)
     for path in (root / "eyas").rglob("*"):
@@ -180,28 +179,12 @@ def room_bytes(root: Path) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def hasattr_command(tree: ast.Module, name: str) -> bool:
-    return name.startswith("eyas.cli.") and any(
-        isinstance(node, ast.FunctionDef) and node.name == "command" for node in tree.body
-    )
-
-
-def traced(root: Path, ends: tuple[str, ...], out: Path, arguments: list[str]) -> subprocess.Popen:
-    """Start `eyas ARGUMENTS` of the checkout at `root` with the hook of DRIVER."""
+def traced(root: Path, ends: tuple[str, ...], out: Path, *lines: str) -> subprocess.Popen:
+    """Start commands of the checkout at `root`, the last with the hook of DRIVER."""
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(ends), f"{root}/eyas/", str(out), *arguments],
+        [sys.executable, "-c", DRIVER, json.dumps([ends, *lines]), f"{root}/eyas/", str(out)],
         env={**os.environ, "PYTHONPATH": str(root)},
         cwd=out.parent,
-        stdout=subprocess.DEVNULL,
-    )
-
-
-def eyas(root: Path, *arguments: str) -> None:
-    """Run one command of the checkout at `root`."""
-    subprocess.run(
-        [sys.executable, "-m", "eyas.cli.main", *arguments],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=True,
         stdout=subprocess.DEVNULL,
     )
 
@@ -210,29 +193,18 @@ def frames(root: Path) -> dict[str, list[str]]:
     """Call stacks of a real run: `eyas train` to the loss, the server's worker to the forward."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        out = folder / "stacks.jsonl"
-        prompts = folder / "prompts.jsonl"
-        prompts.write_text(
-            "".join(
-                json.dumps(
-                    {"messages": [{"role": "user", "content": f"Find me a hotel in {city}."}]}
-                )
-                + "\n"
-                for city in ("Oslo", "Rome", "Lima", "Cairo", "Quito", "Bern", "Riga", "Seoul")
-            )
+        out, prompts = folder / "stacks.jsonl", folder / "prompts.jsonl"
+        cities = ("Oslo", "Rome", "Lima", "Cairo", "Quito", "Bern", "Riga", "Seoul")
+        rows = [json.dumps({"turns": [f"Find me a hotel in {city}."]}) for city in cities]
+        prompts.write_text("\n".join(rows))
+        stages = (
+            "prompts prompts.jsonl --licence CC0-1.0 --prompts-by human -o p",
+            "generate p -t builtin -o g -s max_tokens=16",
+            "capture g -t builtin -o c",
+            "train c -t builtin -o h -s epochs=1",
         )
-        (folder / "run.yaml").write_text(
-            "prompts:\n  sources:\n"
-            f"    - {{path: {prompts}, licence: CC0-1.0, prompts_by: human, answers_by: none}}\n"
-        )
-        eyas(root, "prompts", "-c", f"{folder}/run.yaml", "-o", f"{folder}/p")
-        few = ["-s", "max_tokens=128"]
-        eyas(root, "generate", f"{folder}/p", "-t", "builtin", "-o", f"{folder}/g", *few)
-        eyas(root, "capture", f"{folder}/g", "-t", "builtin", "-o", f"{folder}/c")
-        train = ["train", f"{folder}/c", "-t", "builtin", "-o", f"{folder}/h", "-s", "epochs=1"]
-        traced(root, LOSS_ENDS, out, train).wait()
-        serve = ["serve", "--target", "builtin", "--head", "builtin", "--port", str(PORT)]
-        serve += ["--speculation", "fixed(2,1,3)"]
+        traced(root, LOSS_ENDS, out, *stages).wait()
+        serve = f"serve -t builtin --head builtin --port {PORT} --speculation fixed(2,1,3)"
         server = traced(root, FORWARD_ENDS, out, serve)
         try:
             ask(f"http://127.0.0.1:{PORT}")
@@ -262,16 +234,14 @@ def ask(url: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to count")
-    parser.add_argument(
-        "--frames", action="store_true", help="run the packaged model, for the frames"
-    )
+    parser.add_argument("--frames", action="store_true", help="count call frames too, by a run")
     parser.add_argument("--quick", action="store_true", help="the same: it takes a second")
     arguments = parser.parse_args()
-    found = counts(arguments.root.resolve())
-    if arguments.frames:
-        for end, stack in frames(arguments.root.resolve()).items():
-            print(f"{len(stack)} frames to {end}: {' > '.join(stack)}")
-            found[f"frames to {end}"] = len(stack)
+    root = arguments.root.resolve()
+    found = counts(root)
+    for end, stack in frames(root).items() if arguments.frames else ():
+        print(f"{len(stack)} frames to {end}: {' > '.join(stack)}")
+        found[f"frames to {end}"] = len(stack)
     for name, value in found.items():
         print(f"{name}: {value}")
     print(json.dumps(found))

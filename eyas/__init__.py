@@ -3,8 +3,7 @@
     with eyas.load("smollm2", head="smollm2") as llm:
         print(llm.chat("Why is the sky blue?", max_tokens=64, temperature=0))
 
-A name's module is imported when the name is first used; __init__.pyi has the types. The commands
-call the same functions.
+A name's module is imported when the name is first used; __init__.pyi has the types.
 """
 
 from importlib import import_module
@@ -46,8 +45,8 @@ def __dir__() -> list[str]:
 
 
 class CallableRoom(ModuleType):
-    """A package below eyas whose name is a function's too: called, it is that function. Without
-    this, `eyas.train` would be another thing once a module of eyas/train has been imported.
+    """A package whose name is a public function's too (eyas.train): calling it calls that function,
+    whether or not a module of the package has been imported.
     """
 
     def __call__(self, *args: Any, **settings: Any) -> Any:

@@ -7,9 +7,8 @@
         _DONE                   written last
         work/                   parts that only the stage itself needs, until it is done
 
-The identity is the hash of the stage's name, its config and its inputs' identities: equal
-identities mean equal work. A folder without `_DONE` is unfinished; only the stage that wrote it
-reads it, to resume.
+The identity is the hash of the stage's name, its config and its inputs' identities. A folder
+without `_DONE` is unfinished; only the stage that wrote it reads it, to resume.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,7 +35,7 @@ from eyas.stores import open_store, storage_errors
 VERSION = "0.2.0"  # the only place: pyproject.toml and the API read it here
 MANIFEST, DONE, IDENTITY, CLAIM = "manifest.json", "_DONE", "_IDENTITY", "_CLAIM"
 BLOCK_BYTES = 16 << 20  # read at a time
-WORK = "work"  # the folder of parts that are no part of the artifact
+WORK = "work"
 
 
 class File(BaseModel):
@@ -44,7 +44,7 @@ class File(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What an artifact is: enough to verify every byte and to find every source."""
+    """Enough to verify every byte of an artifact and to find every source."""
 
     stage: str
     identity: str
@@ -60,16 +60,13 @@ class Manifest(BaseModel):
 
 def identity(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Manifest]) -> str:
     """16 hex digits of the SHA-256 over the stage, its config and its inputs' identities."""
-    what = {
-        "stage": stage,
-        "config": config,
-        "inputs": {name: made.identity for name, made in sorted(inputs.items())},
-    }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    made = {name: one.identity for name, one in sorted(inputs.items())}
+    what = json.dumps({"stage": stage, "config": config, "inputs": made}, sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 
 def file_identity(url: str) -> str:
-    """SHA-256 of the bytes at a URL: the identity of an input that eyas did not make."""
+    """SHA-256 of the bytes at a URL. Raises MissingInputError, InputError."""
     digest = hashlib.sha256()
     try:
         with fsspec.open(url, "rb") as stream:
@@ -85,12 +82,9 @@ def file_identity(url: str) -> str:
 
 
 def cache_folder(name: str) -> Path:
-    """Where this machine keeps what can be made or fetched again: $EYAS_CACHE/name, else below
-    $XDG_CACHE_HOME or ~/.cache.
-    """
-    root = os.environ.get("EYAS_CACHE")
+    """$EYAS_CACHE/name, else below $XDG_CACHE_HOME or ~/.cache."""
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (Path(root) if root else Path(user, "eyas")) / name
+    return Path(os.environ.get("EYAS_CACHE") or Path(user, "eyas")) / name
 
 
 class Artifact:
@@ -104,9 +98,6 @@ class Artifact:
         self._manifest: Manifest | None = None
         self.was_done = False  # what `begin` found
 
-    def __repr__(self) -> str:
-        return f"Artifact({self.url!r})"
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
@@ -116,9 +107,8 @@ class Artifact:
         return self.exists(DONE)
 
     def manifest(self, stage: str | None = None) -> Manifest:
-        """The manifest of a finished artifact, checked against its done marker and, if given, its
-        stage. Raises MissingInputError (absent or unfinished), CorruptError (marker and manifest
-        disagree), InputError (stage).
+        """The manifest, checked against the done marker and the stage. Raises MissingInputError
+        (absent or unfinished), CorruptError (another done marker), InputError (another stage).
         """
         if self._manifest is None:
             if not self.is_done():
@@ -146,11 +136,11 @@ class Artifact:
         return self._manifest
 
     def local_path(self, name: str) -> str | None:
-        """The path of a file on this machine's disk, or None in an object store."""
+        """The path of a file on this machine's disk; None in an object store."""
         return self._path(name) if self._local else None
 
     def room(self) -> int | None:
-        """Bytes free where it is, or is to be; None for an object store."""
+        """Free bytes; None for an object store."""
         if not self._local:
             return None
         place = Path(self._root).resolve()
@@ -159,8 +149,8 @@ class Artifact:
         return shutil.disk_usage(place).free
 
     def exists(self, name: str) -> bool:
-        """Whether the store has it now, whatever it listed before."""
-        try:  # a store's own `exists` is false for one that does not answer
+        """Whether the store has it now."""
+        try:  # fsspec's own `exists` is false for a store that does not answer
             self._fs.invalidate_cache()
             self._fs.info(self._path(name) if name else self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -168,7 +158,7 @@ class Artifact:
         return True
 
     def names(self) -> list[str]:
-        """Names of the files directly in the folder, sorted; half-written ones excluded."""
+        """Names of the files directly in the folder, sorted, without half-written ones."""
         if not self.exists(""):
             return []
         found = self._fs.ls(self._root, detail=True)
@@ -176,15 +166,14 @@ class Artifact:
         return sorted(name for name in names if ".partial-" not in name and name != CLAIM)
 
     def all_names(self) -> list[str]:
-        """As `names`, with those below the folder ("a/b")."""
+        """As `names`, with the files of subfolders ("a/b")."""
         self._fs.invalidate_cache()
         names = (str(path)[len(self._root) :].lstrip("/") for path in self._fs.find(self._root))
         return sorted(name for name in names if ".partial-" not in name and name != CLAIM)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file; of a finished artifact, checked against its manifest and, where they
-        differ, read once more, since the line may have failed and not the disk. Raises
-        MissingInputError, CorruptError.
+        """The bytes of a file, in a finished artifact checked against the manifest; a wrong one is
+        read once more, since the network may have failed. Raises MissingInputError, CorruptError.
         """
         known = self.manifest().files.get(name) if self.is_done() else None
         for _ in range(2):
@@ -199,7 +188,7 @@ class Artifact:
         )
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Bytes [start, end) of a file, unchecked: the caller holds a checksum of the range."""
+        """Bytes [start, end) of a file, unchecked."""
         return self._bytes(name, start=start, end=end)
 
     def _bytes(self, name: str, **part: int) -> bytes:
@@ -212,12 +201,12 @@ class Artifact:
             ) from error
 
     def size(self, name: str) -> int:
-        """Bytes of a file, as the store has them now."""
+        """Bytes of a file."""
         self._fs.invalidate_cache()
         return int(self._fs.info(self._path(name))["size"])
 
     def version(self, name: str) -> str:
-        """Of a file, hex: changes whenever the store holds another one under this name."""
+        """A hex id of a file's content, which changes when the store replaces the file."""
         return str(self._fs.ukey(self._path(name)))[:16]
 
     def read_json(self, name: str) -> Any:
@@ -228,27 +217,21 @@ class Artifact:
             yield json.loads(line)
 
     def read_rows(self, stem: str) -> Iterator[dict[str, Any]]:
-        """The rows of the numbered files `stem`-00000.jsonl, ... in order, one file in memory at a
-        time.
-        """
+        """Rows of the files `stem`-00000.jsonl, ... in order, with one file in memory."""
         for name in self.parts(stem):
             yield from self.read_jsonl(name)
 
     def parts(self, stem: str) -> list[str]:
         """Names of the numbered files of a stem, in order."""
-        middle = slice(len(stem) + 1, -len(".jsonl"))
-        numbered = [
-            name
-            for name in self.names()
-            if name.startswith(f"{stem}-") and name.endswith(".jsonl") and name[middle].isdigit()
-        ]
-        return sorted(numbered, key=lambda name: int(name[middle]))
+        numbered = re.compile(rf"{re.escape(stem)}-(\d+)\.jsonl")
+        found = {name: one for name in self.names() if (one := numbered.fullmatch(name))}
+        return sorted(found, key=lambda name: int(found[name][1]))
 
     # Writing
 
     def is_done_for(self, identity: str) -> bool:
-        """Whether the work of this identity is done here; claims nothing. Raises InputError when
-        the folder holds another identity.
+        """Whether the work of this identity is done here. Raises InputError for a folder with other
+        work.
         """
         self.was_done = self.is_done()
         if not (self.was_done or self.exists(IDENTITY)):
@@ -264,7 +247,7 @@ class Artifact:
 
     @contextmanager
     def begun(self, identity: str) -> Iterator[bool]:
-        """`begin`, with the folder held alone where there is work to do: whether there is."""
+        """`begin`, with the folder held alone if there is work to do."""
         if self.is_done_for(identity):
             yield self.begin(identity)
             return
@@ -272,9 +255,8 @@ class Artifact:
             yield self.begin(identity)  # asked again: another process may have done it
 
     def begin(self, identity: str) -> bool:
-        """Claim the folder for this identity: whether there is work to do. Parts of an interrupted
-        run of the same identity stay, to be resumed. Raises InputError when the folder holds
-        another identity: nothing is overwritten.
+        """Claim the folder for this identity; True if there is work to do. Parts of an interrupted
+        run stay, to be resumed. Raises InputError for a folder with other work.
         """
         if self.is_done_for(identity):
             self.delete_work()
@@ -288,9 +270,8 @@ class Artifact:
 
     @contextmanager
     def held_alone(self) -> Iterator[None]:
-        """Hold the folder, so that no second process does the same work. Released when the process
-        ends, however it ends. An object store has no locks, and nothing is held there. Raises
-        InputError.
+        """Lock the folder against other processes until the block or the process ends. An object
+        store has no locks. Raises InputError where another process holds it.
         """
         path = self.local_path(CLAIM)
         if path is None:
@@ -317,7 +298,7 @@ class Artifact:
                     os.remove(path)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, and remember its checksum for the manifest."""
+        """Write a file whole or not at all; its checksum is kept for the manifest."""
         path = self._path(name)
         with storage_errors(self.url):
             if self._local:
@@ -352,7 +333,7 @@ class Artifact:
         return self._written[name]
 
     def remember(self, name: str, file: File) -> None:
-        """State what a file is, so that `finish` need not read it again."""
+        """Give a file's checksum, so that `finish` does not read it again."""
         self._written[name] = file
 
     def write_json(self, name: str, value: Any) -> None:
@@ -369,21 +350,19 @@ class Artifact:
         self._written.pop(name, None)
 
     def _delete_halves(self, of: str = "") -> None:
-        """Delete what a killed process left half-written; not what another process writes now."""
+        """Delete half-written files, but not those that a running process writes."""
         for path in self._fs.find(self._root) if self._local else ():
             name, mark, process = str(path).rsplit("/", 1)[-1].rpartition(".partial-")
             if mark and name.startswith(of) and not is_another_process(process):
                 self._fs.rm_file(path)
 
     def delete_work(self, folder: str = WORK) -> None:
-        """Delete what only the stage itself needed, or a folder of it, if there is any."""
+        """Delete `work/`, or another folder."""
         if self.exists(folder):
             self._fs.rm(self._path(folder), recursive=True)
 
     def free(self) -> None:
-        """Unless the work is done, delete its claim and `work/`, so that other work can take the
-        folder: for errors that a resumed run would meet again.
-        """
+        """Give the folder up, unless the work is done: after an error that would come again."""
         if not self.is_done():
             self.delete_work()
             self.delete(IDENTITY)
@@ -396,9 +375,7 @@ class Artifact:
         counts: Mapping[str, int],
         facts: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Write the manifest, then the done marker, then delete `work/`. Files of an earlier,
-        resumed process are checksummed here.
-        """
+        """Write the manifest, then the done marker, then delete `work/`."""
         names = {*self._written, *self.all_names()} - {IDENTITY, MANIFEST, DONE}
         manifest = Manifest(
             stage=stage,
@@ -423,7 +400,7 @@ class Artifact:
         return manifest
 
     def checksummed(self, name: str) -> File:
-        """Read a file, a block at a time."""
+        """Size and SHA-256 of a file, read by blocks."""
         digest, size = hashlib.sha256(), self.size(name)
         for start in range(0, size, BLOCK_BYTES):
             digest.update(self.read_range(name, start, min(start + BLOCK_BYTES, size)))
@@ -431,7 +408,7 @@ class Artifact:
 
 
 def is_another_process(process: str) -> bool:
-    """Whether this is the id of another process that runs on this machine."""
+    """Whether this is the id of another running process."""
     if not process.isdigit() or int(process) == os.getpid():
         return False
     try:
@@ -444,9 +421,8 @@ def is_another_process(process: str) -> bool:
 
 
 class Parts:
-    """Lines written into numbered files of `rows_per_part` each; a file appears whole, when it is
-    full or at `close`. One part is in memory. The same lines make the same files, so a run that was
-    cut writes them again.
+    """Rows written into numbered files of `rows_per_part` lines. A file is written whole, when it
+    is full or at `close`; its rows are in memory until then.
     """
 
     def __init__(self, artifact: Artifact, stem: str, rows_per_part: int) -> None:
@@ -455,16 +431,13 @@ class Parts:
         self._lines: list[bytes] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row as one line of JSON."""
         self._lines.append(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self.num_rows += 1
         if len(self._lines) == self._rows_per_part:
             self._write()
 
     def close(self) -> None:
-        """Write what is left; a file without lines if there was none at all, so that readers find
-        that there is none.
-        """
+        """Write the last file; without any row an empty one."""
         if self._lines or not self.num_rows:
             self._write()
 

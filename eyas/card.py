@@ -1,7 +1,7 @@
-"""What a head's card promises: tau by size of drafts and temperature, measured by `eyas eval`.
+"""The taus on a head's card, by size of drafts and temperature, as `eyas eval` measured them.
 
-`eyas watch` and Prometheus compare it with traffic: a server exports the figures of its head's card
-as series, `eyas export` writes them as rules for other engines' servers.
+`eyas watch` and Prometheus compare traffic with them: our server exports them as series, `eyas
+export` writes them as rules for other engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIXED = re.compile(r"fixed\((\d+),(\d+),(\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class CardTau:
-    """What a card says of one size of drafts. speculation: as `eyas serve` takes it."""
+    """The figures for one size of drafts. speculation: as `eyas serve` takes it."""
 
     speculation: str
     temperature: float
@@ -50,12 +50,12 @@ class CardTau:
 
     @property
     def series(self) -> dict[str, float]:
-        """What deploy/prometheus-rules.yaml compares with, by the name behind `eyas:card_`."""
+        """Values of the series `eyas:card_NAME` of deploy/prometheus-rules.yaml, by NAME."""
         counts = {"answers": float(self.num_answers), "rounds": float(self.num_rounds)}
         return {"tau": self.tau, "se": self.se, **counts}
 
     def cut(self, num_draft_steps: int) -> CardTau:
-        """A chain's figures with fewer drafts a round: the same acceptance, no drafts behind."""
+        """A chain's figures with fewer draft steps and the same acceptance by position."""
         shares = list(accumulate(self.acceptance_by_position, mul))
         kept = sum(shares[:num_draft_steps]) / (sum(shares) or 1.0)  # a head may be of no use
         tau, low, high = (1 + kept * (one - 1) for one in (self.tau, *self.interval))
@@ -70,9 +70,8 @@ class CardTau:
 
 
 def read_card(place: str) -> list[CardTau]:
-    """The figures of a head's card: eval.json, or a folder or URL with one, the output of `eyas
-    eval`, or of `eyas export` with an evaluation. Raises MissingInputError, CorruptError,
-    InputError for a card without a tau and its interval.
+    """The figures in an eval.json, or a folder or URL with one. Raises MissingInputError,
+    CorruptError, and InputError where no tau has an interval.
     """
     output = Artifact(place.removesuffix(EVAL).rstrip("/") or ".")
     if not output.exists(EVAL):
@@ -95,8 +94,8 @@ def read_card(place: str) -> list[CardTau]:
 
 
 def figures_of(result: Mapping[str, Any]) -> list[CardTau]:
-    """Of an eval.json. Trees first, as they were served; a chain on features has no `speculation`.
-    Answers drawn at several temperatures promise nothing.
+    """The figures of an eval.json: trees, then the chain on features. Answers drawn at several
+    temperatures have none.
     """
     found = [(one, one["temperature"]) for one in result.get("trees", [])]
     if "tau_by_num_draft_steps" in result:
@@ -127,8 +126,8 @@ def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardT
 
 
 def of_size(figures: Sequence[CardTau], speculation: str) -> list[CardTau]:
-    """The figures for drafts of this size (as `eyas serve` takes it), one for each temperature; for
-    a chain also a longer one's, cut.
+    """The figures for drafts of this size, one for each temperature; a chain's may be those of a
+    longer one, cut.
     """
     found = {one.temperature: one for one in figures if one.speculation == speculation}
     wanted = _FIXED.fullmatch(speculation)
@@ -142,8 +141,8 @@ def of_size(figures: Sequence[CardTau], speculation: str) -> list[CardTau]:
 
 
 def card_of_head(place: str) -> list[CardTau]:
-    """The figures of the card in a head's folder, or in the export of which it is one form; none
-    where there is no card. Raises what `read_card` raises.
+    """The figures in a head's folder, or in the export that the folder is a form of; [] without a
+    card. Raises what `read_card` raises.
     """
     above, _, name = place.rstrip("/").rpartition("/")
     for folder in (place, above) if name in get_args(Form) else (place,):

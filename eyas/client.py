@@ -1,6 +1,4 @@
-"""The client of OpenAI-compatible servers: their models, pages, and streamed answers with arrival
-times. Callers decide when to ask again.
-"""
+"""A client of OpenAI-compatible servers: models, pages, and streamed answers with arrival times."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -20,11 +19,10 @@ KEY_VARIABLE = "EYAS_API_KEY"
 CONNECT_S = 10.0
 ASIDE_S = 10.0  # for pages that are not answers
 MAX_BODY = 32 << 20  # bytes of a whole answer
-# busy: come again later. lost: no connection, or it broke. broken: no answer in OpenAI's form.
+# busy: ask later. lost: no connection, or it broke. broken: no answer in OpenAI's form.
 # refused: this request, for good. unfit: any request, for good (a key or model is missing, ...).
 FailureKind = Literal["busy", "lost", "broken", "refused", "unfit"]
-# A server may close an idle connection just when it is used: then the request is sent again. The
-# kernel decides how that reads.
+# The errors of an idle connection that the server closed just when it was used again.
 STALE = ("RemoteProtocolError", "ReadError", "WriteError")
 StreamPiece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
 
@@ -39,9 +37,7 @@ class RequestFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """A streamed answer: when it was asked for (perf_counter, seconds), its pieces,
-    and its error.
-    """
+    """A streamed answer. sent: perf_counter, in seconds."""
 
     sent: float
     pieces: list[StreamPiece]
@@ -49,7 +45,7 @@ class StreamRecord:
 
 
 def server_url(url: str) -> str:
-    """The address without /v1. Raises ConfigError for what is no address, or holds a password."""
+    """The address without /v1. Raises ConfigError."""
     if "://" not in url:
         raise ConfigError(
             f"{url!r} is not the address of a server: it has no scheme", f"write http://{url}"
@@ -72,9 +68,7 @@ def server_url(url: str) -> str:
 
 
 def api_key() -> str | None:
-    """The key in EYAS_API_KEY, and only there: settings and command lines end up in manifests and
-    reports. Raises ConfigError for one that no header can carry.
-    """
+    """The key in EYAS_API_KEY. Raises ConfigError for one that no header can carry."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
@@ -88,8 +82,8 @@ class Client:
     """A connection pool to one server; an async context. Methods raise RequestFailure."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """timeout_s: for a whole answer, or between two pieces of a streamed one, comments not
-        counted. Raises ConfigError for the address or the key.
+        """timeout_s: for a whole answer, or between two pieces of a streamed one; comments do not
+        count. Raises ConfigError.
         """
         self.url, self._timeout_s = server_url(url), timeout_s
         headers = {"accept-encoding": "identity"}
@@ -115,10 +109,9 @@ class Client:
     async def cards(self) -> list[dict[str, Any]]:
         """The cards of the models that the server lists, at least one; `id` is a model's name."""
         content = await self.request("/v1/models")
-        try:
+        cards = []
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
             cards = [{**card, "id": str(card["id"])} for card in json.loads(content)["data"]]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise RequestFailure("broken", "lists no models") from error
         if not cards:
             raise RequestFailure("broken", "lists no models")
         return cards
@@ -132,8 +125,8 @@ class Client:
         return content.decode(errors="replace")
 
     async def num_tokens(self, model: str, text: str) -> int | None:
-        """Tokens of a text by the server's /tokenize (the form of vLLM and SGLang, or of
-        llama.cpp); None without one.
+        """Tokens of a text by the server's /tokenize, in vLLM's and SGLang's form or llama.cpp's;
+        None without one.
         """
         of_vllm = {"model": model, "prompt": text, "add_special_tokens": False}
         for body in (of_vllm, {"content": text}):
@@ -146,9 +139,8 @@ class Client:
         return None
 
     async def stream(self, body: dict[str, Any]) -> StreamRecord:
-        """A streamed answer of a chat, of MAX_BODY bytes at most. A failure is part of the record:
-        nothing is raised. Pieces are stored unread, to take little from a server on the same
-        machine.
+        """A streamed answer of at most MAX_BODY bytes. A failure is in the record. Pieces are not
+        parsed here, as the server may be on the same machine.
         """
         record = await self._streamed(body)
         is_stale = record.error.startswith(STALE) and not record.pieces
@@ -179,7 +171,7 @@ class Client:
     async def request(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> bytes:
-        """The content of a 200, of MAX_BODY bytes at most."""
+        """The content of a 200, of at most MAX_BODY bytes."""
         limit_s = timeout_s or self._timeout_s
         try:
             async with (
@@ -208,15 +200,15 @@ class Client:
 
 
 def unbroken(value: Any) -> Any:
-    """A JSON value with text that UTF-8 can hold: surrogate halves that meet are one character, a
-    lone half is U+FFFD. Raises RecursionError.
+    """A JSON value whose text UTF-8 can hold: pairs of surrogates become a character, a lone one
+    U+FFFD. Raises RecursionError.
     """
     content = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
     return json.loads(content.decode("utf-16-le", "replace"))
 
 
 def error_message(content: bytes) -> str:
-    """The message of an error in OpenAI's form or vLLM's older one, or the body's beginning."""
+    """The message of an error in OpenAI's form or vLLM's older one, else the body's beginning."""
     try:
         body = json.loads(content)
         error = body.get("error", body)
@@ -226,8 +218,8 @@ def error_message(content: bytes) -> str:
 
 
 def status_failure(status: int, content: bytes, retry_after: str | None) -> RequestFailure:
-    """What a status other than 200 means. Of its text only a code is shown, since a message may
-    quote the prompt. retry_after: the header, of which seconds are read.
+    """The failure behind a status other than 200, with the error's code and not its message, which
+    may quote the prompt. retry_after: the header, in seconds.
     """
     wait_s = float(retry_after) if retry_after and retry_after.strip().isdigit() else None
     what = f"answers HTTP {status}{_error_code(content)}"

@@ -1,5 +1,5 @@
-"""Where a text is code, by its form: fenced and inline code, formulas, links, paths, calls, names,
-flags, keys of JSON, and whole lines.
+"""Which parts of a text are code: fences, formulas, links, paths, calls, names, flags, keys of
+JSON, whole lines.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
-# Parts of a line that are code, whatever stands around them. No part takes more than a bounded look
-# ahead, so that time grows with the length only.
+# Parts of a line. Each looks ahead a bounded number of characters, so that time grows linearly.
 _NAME = r"[A-Za-z_]\w*"
 _OPERAND = (
     r"[(\[{]{0,3}-?(?<!\w)(?:\$?\d[\d.,]{0,30}%?[A-Za-z]?|[A-Za-z]\d?)(?!\w)"
@@ -50,7 +50,7 @@ PIECES = re.compile(
     """,
     re.S | re.X,
 )
-# What each of these has; most prose has none of it, and one look is enough.
+# One of these is in every such part, and seldom in prose.
 MAYBE_PIECE = (
     re.compile(r"[`~$\\<>{%/=_+*^÷×·≤≥≠→(\[]"),
     re.compile(r"\.[a-z]|[a-z0-9][A-Z]|\s-|\"\s{0,3}:|www\."),
@@ -93,12 +93,12 @@ BARE = re.compile(r"\w+(?:\s+\w+){0,3}\s*")
 COMMENT = re.compile(r"\s*(?:#|//|--|;|\*|%|\"\"\"|''')")
 
 
-@functools.lru_cache(maxsize=1 << 10)  # a row's language and its passages ask for the same text
+@functools.lru_cache(maxsize=1 << 10)  # language and passages read the same text
 def code_spans(text: str) -> Sequence[tuple[int, int]]:
-    """Where a text is code, [start, end) by place, without overlaps."""
+    """Spans [start, end) of code in order, without overlaps."""
     is_marked = any(one.search(text) for one in MAYBE_PIECE)
     marked = [match.span() for match in PIECES.finditer(text)] if is_marked else []
-    spans = sorted([*marked, *_code_lines(text, marked)])
+    spans = sorted([*marked, *_code_lines(text)])
     found: list[tuple[int, int]] = []
     for start, end in spans:
         if found and start <= found[-1][1]:
@@ -108,14 +108,13 @@ def code_spans(text: str) -> Sequence[tuple[int, int]]:
     return found
 
 
-def _code_lines(text: str, marked: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _code_lines(text: str) -> Iterator[tuple[int, int]]:
     lines = list(_lines(text))
     is_code = [bool(CODE_LINE.match(text, start, end)) for start, end in lines]
     indents = [len(text[start:end]) - len(text[start:end].lstrip()) for start, end in lines]
     inside: int | None = None  # indent of the code line above
     for number, (start, end) in enumerate(lines):
-        blank = not text[start:end].strip()
-        if blank:
+        if not text[start:end].strip():
             continue
         if not is_code[number] and inside is not None:
             follows = number + 1 < len(lines) and is_code[number + 1]
@@ -130,10 +129,7 @@ def _code_lines(text: str, marked: Sequence[tuple[int, int]]) -> Iterator[tuple[
 
 
 def _lines(text: str) -> Iterator[tuple[int, int]]:
-    start = 0
-    for line in text.splitlines(keepends=True):
-        yield start, start + len(line)
-        start += len(line)
+    return pairwise(accumulate(map(len, text.splitlines(keepends=True)), initial=0))
 
 
 def prose_of(text: str) -> str:

@@ -1,7 +1,4 @@
-"""What this process may use of the machine. Cores: those the scheduler lets it run on, within the
-quota of its container; more threads than these wait for each other. Memory: what is free, within
-its limits.
-"""
+"""The cores and the memory that this process may use, within the limits of its container."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ ROOT = Path("/")
 
 
 def cores(root: Path = ROOT) -> int:
-    """Physical cores, as two threads of one core share its units; at least 1. root: of Linux'
-    files; elsewhere all cores.
-    """
+    """Physical cores, at least 1; without Linux' files (below root) all logical ones."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -41,14 +36,14 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def processor() -> str:
-    """The processor's name; "" where the system does not say it."""
+    """The processor's name, or ""."""
     named = re.search(r"^model name\s*:[ \t]*(.*\S)", _text(ROOT / "proc/cpuinfo"), re.MULTILINE)
     return named[1] if named else platform.processor()
 
 
 def free_memory(root: Path = ROOT) -> int | None:
-    """Bytes that this process can still take: what the machine has, within the limits of its
-    control groups and of its addresses (`ulimit -v`). None where no file of Linux says so.
+    """Bytes that this process can still take: free memory, within its control groups and `ulimit
+    -v`. None without Linux' files.
     """
     free = [*_rooms(root)]
     return max(0, min(free)) if free else None
@@ -65,16 +60,14 @@ def _rooms(root: Path) -> Iterator[int]:
         with suppress(ValueError):  # "max", or no such file
             limit, used = (int(_text(folder / f"memory.{name}")) for name in names)
             total = "total_" if is_old else ""  # with the groups below
-            # the cache of read files, which is given back when memory is short
+            # cached files, which the kernel gives back
             files = rf"^{total}(?:in)?active_file (\d+)"
             given_back = re.findall(files, _text(folder / "memory.stat"), re.MULTILINE)
             yield limit - used + sum(map(int, given_back))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folders of the control groups of this process, from its own up to the mounted one;
-    whether they are of version 1.
-    """
+    """Folders of this process's control groups, from its own up; whether of version 1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class EyasError(Exception):
-    """Base of all errors meant for the user: `what` is wrong, and `hint`, what to do about it."""
+    """An error for the user: `what` is wrong, and `hint`, what to do about it."""
 
     exit_code = 1
 
@@ -32,7 +32,7 @@ class EyasError(Exception):
 
 
 class InputError(EyasError):
-    """What was given is wrong: other input mends it."""
+    """An error that other input mends."""
 
     exit_code = 2
 
@@ -54,7 +54,7 @@ class TemplateError(InputError):
 
 
 def extra(name: str) -> str:
-    """The command that adds an extra; pip takes the installed eyas, a checkout's or a wheel's."""
+    """The command that installs an extra for the installed eyas."""
     return f"pip install 'eyas[{name}]'"
 
 
@@ -63,7 +63,7 @@ PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('
 
 
 def template_hint(path: str) -> str:
-    """What to do where a target has no chat template: path is where one is looked for."""
+    """The hint where a target has no chat template. path: where one is read from."""
     return (
         f"write the one that the model was trained with to {path}; for a base model, which "
         f'continues plain text: echo "{PLAIN_TEMPLATE}" > {path}'
@@ -75,7 +75,7 @@ class CorruptError(InputError):
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise CorruptError for a file of Git LFS that was never fetched."""
+    """Raise CorruptError for a pointer of Git LFS in place of the file."""
     with suppress(OSError), path.open("rb") as stream:
         if stream.read(20) == b"version https://git-":
             what = f"{path} is a pointer of Git LFS, and not the file itself"

@@ -1,10 +1,7 @@
-"""Where work runs: one function over many jobs, in this process, in several, or on Ray, with
-results in the order of the jobs.
+"""One function over many jobs, in this process, in several, or on Ray, with results in order.
 
-Jobs and results can be pickled; a fixed number is in flight, so memory does not grow with them. A
-worker that ends amid its work is replaced and its jobs are done again, MOST_LOSSES times each. The
-stage records what is finished, so a run killed on Ray can be finished by local processes, and the
-other way round.
+Jobs and results are pickled; a fixed number is in flight. A worker that dies is replaced, and its
+jobs are done again, MOST_LOSSES times each.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ log = logging.getLogger(__name__)
 Place = Literal["local", "ray"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by CUDA when it is first used
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
-MOST_LOSSES = 2  # workers lost amid one job: the job may be the cause
-# A cluster loses machines: workers are spread over all, and started anew as often as they end.
+MOST_LOSSES = 2  # workers lost by one job, which may be the cause
 RAY_WORKER = {
     "num_cpus": 1,
     "scheduling_strategy": "SPREAD",
@@ -42,34 +38,33 @@ RAY_WORKER = {
 
 
 class WorkerTask(Protocol):
-    """A task small enough to send to a process; `ready` builds there, once, what all jobs need."""
+    """A small task that is sent to a process; there `ready` builds, once, what all jobs need."""
 
     def ready(self) -> Callable[[Any], Any]: ...
 
 
 class Executor(Protocol):
-    """Runs one task; a context manager. Results depend on the task and the jobs alone."""
+    """Runs one task; a context manager."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError
-        where every worker dies of one.
+        """Results in the order of the jobs. Raises the first EyasError of a job, or one for a job
+        that every worker dies of.
         """
         ...
 
 
 class Worker:
-    """A task, built at its first job. An EyasError is a result, so that it reaches the parent."""
+    """A task, built at its first job. An EyasError is returned, so that it reaches the parent."""
 
     def __init__(self, task: WorkerTask) -> None:
         self._task = task
         self._function: Callable[[Any], Any] | None = None
 
     def perform(self, job: Any) -> Any:
-        """The result of a job, or its EyasError."""
         try:
             self._function = self._function or self._task.ready()
             return self._function(job)
@@ -80,8 +75,8 @@ class Worker:
 def _in_order(
     handles: Iterable[Any], wait: Callable[[Any], Any], most: int, faults: tuple[Any, ...]
 ) -> Generator[Any]:
-    """The results of jobs in order, at most `most` in flight. handles: taking one begins its job;
-    faults: what `wait` raises where a worker ends.
+    """Results in order, at most `most` jobs in flight. Taking a handle begins its job; where a
+    worker dies `wait` raises one of faults.
     """
     running: deque[Any] = deque()
     try:
@@ -112,8 +107,6 @@ def _result(result: Any) -> Any:
 
 @dataclass(slots=True)
 class Begun:
-    """A job in the hands of a pool."""
-
     job: Any
     pool: ProcessPoolExecutor
     future: Future[Any]
@@ -172,17 +165,17 @@ class LocalExecutor:
                 begun.pool, begun.future = self._submitted(begun.job)
 
 
-_worker: list[Worker] = []  # in a worker process: its own
+_worker: list[Worker] = []  # of this worker process
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The GPUs that this process sees, by CUDA's names; the first `count` where none are stated."""
+    """CUDA's names of the GPUs that this process sees; the first `count` where none are stated."""
     seen = os.environ.get(VISIBLE)
     return seen.split(",") if seen else list(map(str, range(count)))
 
 
 def _begin(task: WorkerTask, numbers: SimpleQueue[int]) -> None:
-    """Start of a worker process, which ends with its parent and sees one of the parent's GPUs."""
+    """Start a worker process, which ends with its parent and sees one of the parent's GPUs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     number = numbers.get()
     if os.environ.get(VISIBLE) != "":  # hidden on purpose
@@ -204,9 +197,7 @@ def _end_with_parent() -> None:
 
 
 class RayExecutor:
-    """Actors of the cluster at RAY_ADDRESS, or of a local one while this is open; the work of a
-    dead one is done again.
-    """
+    """Actors of the cluster at RAY_ADDRESS, or of a local one while this is open."""
 
     def __init__(self, task: WorkerTask, workers: int) -> None:
         if find_spec("ray") is None:
@@ -214,10 +205,9 @@ class RayExecutor:
                 "executor: ray is not installed",
                 f"{extra('ray')}, or take `executor: local`",
             )
-        # Ray reads these at import: report to no one, hide no accelerator from other programs.
+        # Ray reads these at import: no telemetry, and no accelerator hidden from other programs.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Only here: half a second and 55 MB for a run that does not use it.
         self._ray = importlib.import_module("ray")
         self._task, self._workers = task, workers
         self._actors: list[Any] = []
@@ -225,11 +215,8 @@ class RayExecutor:
 
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
-            own: dict[str, Any] = {
-                "num_cpus": self._workers,
-                "include_dashboard": False,
-                "logging_level": logging.ERROR,
-            }
+            own: dict[str, Any] = {"num_cpus": self._workers, "include_dashboard": False}
+            own["logging_level"] = logging.ERROR
             self._ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
             self._started_ray = True
         cpus = self._ray.cluster_resources().get("CPU", 0)

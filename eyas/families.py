@@ -1,8 +1,6 @@
-"""The architectures that our own decoder runs: one entry of FAMILIES each, as config.json, the
-tensors of a checkpoint and ggml's files describe them.
-
-`model/architecture.py` reads a config.json by an entry, `model/arrangement.py` a checkpoint's
-tensors, `gguf` a file of ggml's. The model types are those of transformers 5.
+"""The architectures that our own decoder runs: one entry of FAMILIES each, by transformers' model
+type. `model/architecture.py` reads a config.json by it, `model/arrangement.py` a checkpoint's
+tensors, `gguf` ggml's files.
 """
 
 from __future__ import annotations
@@ -21,38 +19,37 @@ ALL_SLIDING = 0
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: what of it no config.json says.
+    """One architecture: what config.json does not say.
 
     name: of transformers' classes. defaults: of config.json, where they differ from Llama's.
 
     norms: before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2). norm_offset:
-    added to the stored weights of every norm. qk_norm: queries and keys are normed by head, or over
-    all heads together. attention_bias, out_bias: q, k and v (o) always have a bias; None is as
-    config.json's `attention_bias` says.
+    added to the stored weights of every norm. qk_norm: norms of queries and keys, by head or over
+    all heads. attention_bias, out_bias: q, k and v (o) always have a bias; None: config.json's
+    `attention_bias`.
 
     sinks: a logit for each head that takes weight and has no value. window_period: which layers
     slide where config.json has a window and no `layer_types`: all but every n-th, ALL_SLIDING, or
     none (None). has_window_switch: `use_sliding_window` must be true. local_rope: layers that slide
-    have a rotary embedding of their own. only_windows_turn: where config.json has a window, layers
-    that see all have no rotary embedding.
+    have a rotary embedding of their own. only_windows_turn: where config.json has a window, only
+    layers that slide have a rotary embedding.
 
-    interleaved_heads: a turned pair is two neighbours, where ours is one channel of each half.
-    names: parts of published tensors' names and ours. fused: matrices that hold several of ours one
-    behind the other. stacked: all experts of a layer lie in one tensor, their inputs first, and
-    gate and up in one: as halves, or one output of each by turns.
+    interleaved_heads: a rotated pair is two neighbours; ours is one channel of each half. names:
+    parts of published tensors' names, and ours. fused: matrices that hold several of ours in order.
+    stacked: one tensor holds all experts of a layer, inputs first, gate and up as halves or by
+    turns.
 
     long_rope: what a config calls su or yarn is longrope. scales_embeddings: by sqrt(hidden_size).
-    experts_bias: the router and all matrices of the experts have one. routes_input: a mixture's
-    chosen experts take their input times the sigmoid of the router's logit, and are added up beside
-    an MLP that every token takes (Llama 4).
+    experts_bias: the router and the experts have biases. routes_input: the chosen experts take
+    their input times the sigmoid of the router's logit, and are added to an MLP of every token
+    (Llama 4).
 
-    gguf: ggml's name of the architecture; None where eyas does not read its files. gguf_mark: of
-    several families of one name, this one's files have this in their metadata. gguf_names: parts of
-    ggml's names where they differ from Llama's, and the published ones, * for an expert's number.
-    gguf_interleaved: ggml stores rows of q and k as interleaved_heads says, unlike the checkpoint.
-    gguf_norm_offset: is added in the file already. gguf_constants: of config.json, which no file of
-    ggml's says. gguf_defaults: of metadata that a file may leave out. gguf_wide_queries: the model
-    of so many layers scales queries by its width, not by a head's.
+    gguf: ggml's name; None where eyas does not read its files. gguf_mark: metadata that only this
+    family of the name has. gguf_names: parts of ggml's names that differ from Llama's, and the
+    published ones, * for an expert's number. gguf_interleaved: ggml stores q and k interleaved,
+    unlike the checkpoint. gguf_norm_offset: the file's norms include it. gguf_constants: of
+    config.json, in no ggml file. gguf_defaults: of metadata that a file may lack.
+    gguf_wide_queries: the model of so many layers scales queries by its width, not by a head's.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""Pictures for pages: a line chart with intervals as SVG. Colours are CSS variables of house.css
-(`--series-0` to `--series-3`, `--ink`, `--line`), so one picture serves light and dark.
-"""
+"""Line charts with intervals as SVG. Colours are variables of house.css, for light and dark."""
 
 from __future__ import annotations
 
@@ -13,13 +11,11 @@ from markupsafe import Markup
 WIDTH, HEIGHT = 420, 260  # CSS pixels
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 40  # margins
 WIDE = 20  # a ratio of the x values above which the axis is logarithmic
-NUM_COLORS = 4
+NUM_COLORS, MOST_TICKS = 4, 6
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value y at x, with its interval if it has one."""
-
     x: float
     y: float
     low: float | None = None
@@ -28,17 +24,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points with a name. Series of the same `number` have the same colour in every picture."""
+    """Points with a name. `number` chooses the colour."""
 
     name: str
     number: int
     points: Sequence[Point]
 
 
-def line_chart(
-    series: Sequence[Series], x_label: str, y_label: str, rule: float | None = 0
-) -> Markup:
-    """A line per series with its intervals; a bar where all points have one x.
+def line_chart(series: Sequence[Series], x_label: str, y_label: str, rule: float = 0) -> Markup:
+    """A line for each series, or a bar where all points have one x, with intervals.
 
     rule: a y value that is always shown and, unless it is 0, marked by a line.
     """
@@ -46,7 +40,7 @@ def line_chart(
     assert points, "a chart needs a point"
     xs = sorted({point.x for point in points})
     ys = [end for point in points for end in (point.y, point.low, point.high) if end is not None]
-    ticks = axis_ticks([*ys, rule] if rule is not None else ys)
+    ticks = axis_ticks([*ys, rule])
     is_log = xs[0] > 0 and xs[-1] / xs[0] > WIDE
 
     def across(x: float) -> float:
@@ -68,7 +62,7 @@ def line_chart(
     parts.append(_text(4, 13, y_label, "start"))
     if rule:
         parts.append(_line(LEFT, down(rule), WIDTH - RIGHT, down(rule), "ink", dashed=True))
-    # intervals at one load stay apart; at the only load, bars
+    # intervals at one x stay apart
     is_bars = len(xs) == 1
     step = min(40, (WIDTH - LEFT - RIGHT) / len(series)) if is_bars else 5
     polyline = '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="{:.1f}"/>'
@@ -93,16 +87,16 @@ def line_chart(
     )
 
 
-def axis_ticks(values: Sequence[float], most: int = 6) -> list[float]:
-    """Round numbers, `most` at most, from one not above all values to one not below them."""
+def axis_ticks(values: Sequence[float]) -> list[float]:
+    """At most MOST_TICKS round numbers that enclose all values."""
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / (most - 1)))
+    power = 10.0 ** math.floor(math.log10(span / (MOST_TICKS - 1)))
     for factor in (1, 2, 5, 10, 20, 50):
         step = factor * power
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         last = max(last, first + 1)
-        if last - first < most:
+        if last - first < MOST_TICKS:
             return [round(step * number, 12) for number in range(first, last + 1)]
     raise AssertionError("one of the steps fits")
 

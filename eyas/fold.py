@@ -1,7 +1,5 @@
-"""A text as a reader sees it: one spelling for what looks alike, with the way back to the original.
-
-A number in full-width or Devanagari digits, a word with a zero-width space or with Cyrillic letters
-among Latin ones reads like the plain one, and no pattern would match it.
+"""One spelling for texts that look alike, with the way back to the original: full-width or
+Devanagari digits, zero-width spaces, Cyrillic letters among Latin ones, which no pattern matches.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
-# Characters that are not seen: Unicode's Default_Ignorable_Code_Point, and the box of keycap emoji.
+# Unicode's Default_Ignorable_Code_Point, and the box of keycap emoji.
 INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
     "\u2060-\u206f\u20e3\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3"
@@ -39,19 +37,16 @@ LOOKALIKES = str.maketrans(
     "ayikvopuxABEZHIKMNOPTYX"
     "onugh" + "LOU" + "agiiycovwzshi",
 )
-# Words, and the whole of an address or a dotted name: a cue in another script stays readable beside
-# the number that it names ("паспорт:AB1234567").
+# Words, e-mail addresses, dotted names; a cue in another script stays ("паспорт:AB1234567").
 WORD = re.compile(r"[\w.%+-]+@[\w.-]+|\w+(?:\.\w+)*")
-RAISED = re.compile(
-    "[\u00b2\u00b3\u00b9\u2070-\u2089]"
-)  # behind a digit a power, not more of the number
+RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070-\u2089]")  # after a digit a power, no further digit
 LATIN = re.compile("[A-Za-z]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoldedText:
-    """A folded text. Character i stands for [starts[i], ends[i]) of the original; both grow with i;
-    text between two characters is invisible.
+    """A folded text. Character i stands for [starts[i], ends[i]) of the original; text between two
+    characters is invisible.
     """
 
     text: str
@@ -63,7 +58,7 @@ class FoldedText:
         return self.starts[start], self.ends[end - 1]
 
     def sub(self, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str]) -> FoldedText:
-        """The text with `written` for each match, which stands for all of it; neither is empty."""
+        """The text with `written` in place of each match; neither is empty."""
         parts, starts, ends, end = list[str](), list[int](), list[int](), 0
         for match in pattern.finditer(self.text):
             new = written(match)
@@ -81,9 +76,8 @@ class FoldedText:
 
 
 def fold(text: str) -> FoldedText:
-    """One spelling for texts that look alike: NFKC, ASCII digits, spaces, hyphens and quotes,
-    nothing invisible, and Latin letters for lookalikes in words with Latin letters. Case stays.
-    Idempotent.
+    """NFKC, ASCII digits, spaces, hyphens and quotes, nothing invisible, and Latin letters for
+    lookalikes in words with Latin letters. Case stays. Idempotent.
     """
     if text.isascii():
         return FoldedText(text, range(len(text)), range(1, len(text) + 1))
@@ -105,7 +99,7 @@ def fold(text: str) -> FoldedText:
 
 
 def _without_lookalikes(text: str) -> str:
-    """With hyphens beside digits, and Latin letters in words that have some; of the same length."""
+    """With hyphens beside digits, and Latin letters in words that have some."""
     text = NUMBER_DASH.sub("-", text)
     if text.isascii():
         return text
@@ -113,7 +107,7 @@ def _without_lookalikes(text: str) -> str:
 
 
 def latin(text: str) -> str:
-    """The text with a Latin letter for each that looks like one, of as many characters."""
+    """The text with a Latin letter for each lookalike."""
     return text if text.isascii() else text.translate(LOOKALIKES)
 
 
@@ -130,7 +124,7 @@ def _letter(letter: str) -> str:
     if category[0] == "Z":
         return " " if category == "Zs" else "\n"
     folded = unicodedata.normalize("NFKC", letter)
-    # a fraction behind a number would become a part of it; a mark by itself would become a space
+    # a fraction after a number would join it; a lone mark would become a space
     if (category == "No" and not folded.isdigit()) or folded[:1] == " ":
         return letter
     return "".join(one if one == letter else _letter(one) for one in folded)

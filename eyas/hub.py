@@ -1,13 +1,11 @@
-"""Names of targets and heads, and the folder on this machine that each stands for.
+"""Names of targets and heads, and the local folder that each stands for.
 
-    builtin, smollm2    a model in a package (PACKAGED)
-    OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded
-                        when the cache does not hold all of it; OWNER/NAME/FILE.gguf is one file
-    SCHEME://...        a folder in any store that fsspec opens: copied into a cache, checked
-    FILE.gguf           a target: written once as a folder in the cache (eyas/gguf)
-    anything else       a folder here, used where it is; of GGUF files alone the model among them
-
-The network is asked only when a model is resolved.
+builtin, smollm2    a model in a package (PACKAGED)
+OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded
+                    where it is incomplete; OWNER/NAME/FILE.gguf is one file
+SCHEME://...        a folder in a store of fsspec: copied into a cache, checked
+FILE.gguf           a target, converted once into a folder in the cache (eyas/gguf)
+anything else       a folder; if it has only GGUF files, the model among them
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from eyas.gguf.file import part_names
 from eyas.gguf.folder import is_gguf, target_folder
 from eyas.stores import storage_errors
 
-# A model that comes with a package is one more line here.
 PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
     BUILTIN: {"target": builtin.target_folder, "head": builtin.head_folder},
     SMOLLM2: {"target": builtin.smollm2_file, "head": builtin.smollm2_head_folder},
@@ -53,24 +50,23 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILE = re.compile(rf"({HUB_ID.pattern})/([\w.-]+\.gguf)")
 SHARDS, NUMBERED = "model.safetensors.index.json", re.compile(r"\.\d+\.")
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
-# files of a model, directly in its folder
-FILES = [
+FILES = [  # of a model, directly in its folder
     *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "pytorch_model*.bin"),
     "README.md",
 ]
-# The same weights once more, beside safetensors.
+# the weights a second time, beside safetensors
 OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*")
-# GGUF files beside a model's: its projector of images, a head, an adapter, parts but the first.
+# GGUF files that are no model: image projector, head, adapter, parts but the first.
 BESIDE_A_MODEL = re.compile(
     r"(?:^|[-_.])(mmproj|eagle3|imatrix|lora|adapter)(?:[-_.]|$)|-(?!00001)\d{5}-of-\d{5}", re.I
 )
-# In a fetched folder: the version of the object that each of its files is.
+# In a fetched folder: each file's version in the store.
 VERSIONS, LOCK = ".versions", ".lock"
 
 
 def resolve_target(name: str, without_layers: bool = False) -> str:
-    """The folder of a target. without_layers: of a hub model's shards only those with embeddings
-    and lm_head. Raises MissingInputError, CorruptError.
+    """The folder of a target. without_layers: download only the shards with embeddings and lm_head.
+    Raises MissingInputError, CorruptError.
     """
     what = "a folder or URL with config.json, *.safetensors and a tokenizer, a GGUF file"
     return _folder(locate(name, "target", without_layers), "target", what)
@@ -83,8 +79,8 @@ def resolve_head(name: str) -> str:
 
 
 def locate(name: str, role: str = "head", without_layers: bool = False) -> str:
-    """The folder, file or URL that a name of a target or head (role) stands for; no URL is opened.
-    Raises MissingInputError for a packaged or hub model that cannot be had.
+    """The folder, file or URL of a target or head (role); no URL is opened. Raises
+    MissingInputError.
     """
     if name in PACKAGED:
         return str(PACKAGED[name][role]())
@@ -111,9 +107,7 @@ def _folder(place: str, role: str, what: str) -> str:
 
 
 def only_model(place: str, files: Sequence[str]) -> str:
-    """Of GGUF files in one place the model's. Raises MissingInputError, with a list,
-    for several.
-    """
+    """The model among GGUF files. Raises MissingInputError for none or several."""
     models = [name for name in files if not BESIDE_A_MODEL.search(name) or len(files) == 1]
     if len(models) != 1:
         raise MissingInputError(
@@ -124,17 +118,14 @@ def only_model(place: str, files: Sequence[str]) -> str:
 
 
 def files_of(names: Sequence[str], place: str) -> list[str]:
-    """Of a place's files those of its model, weights in one form. Raises what `only_model` raises,
-    for a place that holds only GGUF files.
-    """
+    """A model's files, with weights in one form. Raises what `only_model` raises."""
     found = [name for name in names if _is_of_a_model(name)]
     if files := _gguf_files(names):
         return [part.name for part in part_names(Path(only_model(place, files)))]
     if {"model.safetensors", SHARDS}.isdisjoint(found):
         return found
-    # model.fp16.safetensors is left beside model.safetensors; an index may name its files anyhow
-    is_one = SHARDS not in found
-    others = (*OTHER_FORMS, *["model.*.safetensors"] * is_one)
+    # model.fp16.safetensors repeats model.safetensors; the shards of an index have any names
+    others = (*OTHER_FORMS, *["model.*.safetensors"] * (SHARDS not in found))
     return [name for name in found if not any(fnmatch(name, form) for form in others)]
 
 
@@ -144,17 +135,14 @@ def _gguf_files(names: Sequence[str]) -> list[str]:
     return [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
 
 
-# The Hugging Face hub
-
-
 def is_hub_id(name: str) -> bool:
-    """Whether this can be a model of the hub: `owner/name`, and no folder of that path here."""
+    """Whether the name is `owner/name`, and no path here."""
     return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def hub_folder(name: str, without_layers: bool = False) -> str:
-    """The folder of a hub model, in the cache's latest snapshot; see `resolve_target`. Raises
-    MissingInputError when it is neither cached nor can be downloaded.
+    """The folder of a hub model in the cache's latest snapshot. Raises MissingInputError where it
+    is not cached and cannot be downloaded.
     """
     found: str | Exception = ""
     wanted = [*FILES, "*.gguf"]
@@ -178,7 +166,7 @@ def hub_folder(name: str, without_layers: bool = False) -> str:
             found = error
         if isinstance(found, str) and _is_complete(Path(found), without_layers):
             return found
-    # Without a network the hub's own answer is what is cached, complete or not.
+    # Offline the hub's client returns an incomplete snapshot.
     reason = (
         "only a part of it is cached"
         if isinstance(found, str)
@@ -193,7 +181,7 @@ def hub_folder(name: str, without_layers: bool = False) -> str:
 
 
 def hub_file(repository: str, file: str) -> str:
-    """A GGUF file of a hub model in the cache, all its parts. Raises MissingInputError."""
+    """A GGUF file of a hub model in the cache, with all its parts. Raises MissingInputError."""
     try:
         parts = [part.name for part in part_names(Path(file))]
         first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
@@ -204,16 +192,14 @@ def hub_file(repository: str, file: str) -> str:
 
 
 def faults() -> tuple[type[Exception], ...]:
-    """The errors of the hub client and of its HTTP client, which differ between versions and are
-    only loaded when used.
-    """
+    """The errors of the hub's client and of its HTTP client, which differ between versions."""
     errors = importlib.import_module("huggingface_hub.errors")
     return (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
 
 
 def _shards(index: Path, without_layers: bool) -> set[str]:
-    """The files that an index names; optionally without those of numbered layers alone. None for a
-    damaged index, which is reported on loading.
+    """The files of an index, or those with more than numbered layers; none of a damaged index,
+    which fails on loading.
     """
     try:
         shard_of = json.loads(index.read_bytes())["weight_map"].items()
@@ -223,9 +209,7 @@ def _shards(index: Path, without_layers: bool) -> set[str]:
 
 
 def _is_complete(folder: Path, without_layers: bool) -> bool:
-    """Whether config and weights are all there, since other tools may cache some files only; of
-    GGUF files, where no other weights are, any.
-    """
+    """Whether config and weights are all there: other tools may cache some files only."""
     if any((folder / name).exists() for name in CONFIGS):
         for weights in WEIGHTS:
             index = folder / f"{weights}.index.json"
@@ -236,19 +220,14 @@ def _is_complete(folder: Path, without_layers: bool) -> bool:
     return bool(_gguf_files(os.listdir(folder)))
 
 
-# Object stores
-
-
 def fetch(url: str, folder: Path | None = None) -> Path:
-    """Copy a model's files from a store into a folder of this machine, by default one in the cache.
+    """Copy a model's files from a store into a local folder, by default one in the cache; a local
+    folder is returned itself.
 
-    Files are kept where the manifest's checksum (of an artifact) or the store's version of the
-    object confirms them; a download that was cut is resumed; files that the store no longer has are
-    deleted. A folder on this machine's disk is returned itself.
-
-    Raises MissingInputError (no files, an unfinished artifact), CorruptError (not what the manifest
-    says), InputError (no client for the store), EyasError (a store that does not answer),
-    StorageFullError.
+    Files whose version in the store, and checksum in a manifest, are the same are kept; a download
+    that was cut is resumed; files that the store no longer has are deleted. Raises
+    MissingInputError (no files, an unfinished artifact), CorruptError (another checksum),
+    InputError (no client for the store), EyasError (no answer), StorageFullError.
     """
     source = Artifact(url)
     here = source.local_path("")
@@ -292,7 +271,7 @@ def _fetch_file(source: Artifact, name: str, folder: Path, known: File | None) -
         return
     partial = folder / f"{name}.partial-{current}"
     for other in folder.glob(f"{glob.escape(name)}.partial-*"):
-        if other != partial:  # for a version that the store no longer has
+        if other != partial:  # of an older version
             other.unlink()
     with open(partial, "ab") as stream:
         for start in range(stream.tell(), size, BLOCK_BYTES):
@@ -311,7 +290,7 @@ def _fetch_file(source: Artifact, name: str, folder: Path, known: File | None) -
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a training run fetch the same head at once."""
+    """One process at a time: all ranks of a training run fetch the head."""
     (folder / VERSIONS).mkdir(parents=True, exist_ok=True)
     with open(folder / VERSIONS / LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

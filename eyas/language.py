@@ -1,6 +1,4 @@
-"""The words of a text, and its language: detected by py3langid, whose model is part of the package,
-in what is left without code (`eyas.code`).
-"""
+"""The words of a text, and its language by py3langid, code left out (`eyas.code`)."""
 
 from __future__ import annotations
 
@@ -20,22 +18,22 @@ TOKEN = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
 
 UNKNOWN = "und"  # ISO 639-2: undetermined
 CODE_ONLY = "zxx"  # ISO 639-2: no linguistic content, the code of py3langid for source code
-LOOKED_AT = 300  # characters; more make it slower and hardly more certain
+LOOKED_AT = 300  # characters; more hardly make it more certain
 LEAST_BYTES = 15  # in UTF-8, where a Chinese character counts more than a letter
-# Of 35,658 short English prompts one is then taken for another language, 1.6 % are UNKNOWN.
+# Of 35,658 short English prompts one gets another language, 1.6 % are UNKNOWN.
 LEAST_CONFIDENCE = 0.55
 
-# The model takes short prompts of a large language for these: they get its code.
+# Short prompts of a large language are taken for these: they get its code.
 COUNTED_AS = {"pcm": "en", "wuu": "zh", "yue": "zh"}
 
 
 def tokens(text: str) -> list[str]:
-    """The words of a text, an underscore being a letter, and its other signs one by one."""
+    """The words of a text (an underscore is a letter), and its other signs one by one."""
     return TOKEN.findall(text)
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, of letters and digits alone."""
+    """The words of letters and digits."""
     return [token for token in tokens(text.replace("_", " ")) if token[0].isalnum()]
 
 
@@ -45,10 +43,10 @@ def codes() -> frozenset[str]:
     return frozenset(_identifier().labels) - {*COUNTED_AS, CODE_ONLY}
 
 
-@functools.lru_cache(maxsize=1 << 10)  # filters and the search ask for the rows of one block
+@functools.lru_cache(maxsize=1 << 10)
 def language(text: str) -> str:
-    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN for one that is too short, only
-    code, or uncertain.
+    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN for a short text, code, or an
+    uncertain one.
     """
     return spoken_language(prose_of(text[: 4 * LOOKED_AT]))
 

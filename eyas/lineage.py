@@ -1,8 +1,8 @@
-"""Where an artifact comes from: every stage, source, licence and filter that made it.
+"""Every stage, source, licence and filter that made an artifact.
 
-A manifest holds the manifests of its inputs, so the walk needs the artifact alone. A source is an
-input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config
-the licence and the authors. The ledger of the stage that read it counts its rows.
+A manifest holds the manifests of its inputs. An input that eyas did not make is a source (stage
+"source"): its identity is the SHA-256 of its bytes, its config has licence and authors, and the
+ledger of the stage that read it counts its rows.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from eyas.errors import CorruptError, MissingInputError
 from eyas.hub import PACKAGED, locate, resolve_head
 
 SOURCE = "source"
-DIGITS = 16  # of an identity, for people
+DIGITS = 16  # shown of an identity
 HEAD_FILES = (".json", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One set of raw rows. dropped: rows by reason; without a ledger all counts are zero.
+    """One set of raw rows; without a ledger all counts are zero.
 
-    verdict: `Verdict.to_json` of the licence gate; empty without a gate. personal: the policy for
-    personal data; None where no stage looked for any. fictional: its people are stated to be
-    invented. log: of a log, its `LogConfig`. masked: values replaced, by type.
+    dropped: rows by reason. verdict: `Verdict.to_json` of the licence gate, or empty. personal: the
+    policy for personal data; None without a search. fictional: people are stated to be invented.
+    log: its `LogConfig`, if it is a log. masked: replaced values by type.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Source:
 
 
 def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
-    """The manifest of a head by any name (see eyas.hub), its files checked. Of a head that eyas did
-    not train: a source's, with this config and the SHA-256 over names and checksums of its files.
-    Raises MissingInputError, and CorruptError for files that are not what the manifest says.
+    """The manifest of a head by any name of eyas.hub, its files checked. For a head that eyas did
+    not train: a source's, with this config and the SHA-256 of names and checksums. Raises
+    MissingInputError, CorruptError.
     """
     place = locate(name)
     folder = Artifact(resolve_head(place))
@@ -103,23 +103,21 @@ def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
 
 
 def target_of(head: str) -> str:
-    """The name of the target that a head was trained for, as its stages were given it. Raises
-    MissingInputError where nothing says it, and what `head_manifest` raises.
+    """The name of the target that a head was trained for. Raises MissingInputError where no stage
+    says it, and what `head_manifest` raises.
     """
     if head in PACKAGED:
         return head
-    named = [
-        made.facts["target"] for made in stages(head_manifest(head, {})) if made.facts.get("target")
-    ]
-    if not named:
+    named = [made.facts.get("target") for made in stages(head_manifest(head, {}))]
+    if not any(named):
         raise MissingInputError(
             f"{head} does not say which target it drafts for", "give target=NAME"
         )
-    return str(named[-1])
+    return str([name for name in named if name][-1])
 
 
 def stages(manifest: Manifest) -> list[Manifest]:
-    """The stages that led to an artifact, first to last, with itself, without sources."""
+    """The stages that made an artifact, first to last, with its own, without sources."""
     found: dict[str, Manifest] = {}
     for made in manifest.inputs.values():
         found.update((stage.identity, stage) for stage in stages(made))
@@ -129,25 +127,20 @@ def stages(manifest: Manifest) -> list[Manifest]:
 
 
 def sources(manifest: Manifest) -> list[Source]:
-    """Every source of an artifact, each once, in the order in which they were read."""
-    return list(
-        {
-            (source.name, source.sha256): source
-            for stage in stages(manifest)
-            for source in read_by(stage)
-        }.values()
-    )
+    """Every source of an artifact once, in order of reading."""
+    found = [source for stage in stages(manifest) for source in read_by(stage)]
+    return list({(source.name, source.sha256): source for source in found}.values())
 
 
 def read_by(stage: Manifest) -> list[Source]:
-    """The sources that a stage itself read."""
+    """The sources that a stage read."""
     return [
         _source(name, made, stage) for name, made in stage.inputs.items() if made.stage == SOURCE
     ]
 
 
 def lines(manifest: Manifest, with_settings: bool = False) -> Iterator[str]:
-    """A line for each stage, the artifact first, and below it the sources that it read."""
+    """A line for each stage, the last first, with the sources that it read."""
     for made in reversed(stages(manifest)):
         counts = f" ({_pairs(made.counts)})" if made.counts else ""
         yield f"{made.stage} {made.identity[:DIGITS]} {made.created} {made.url}{counts}"
@@ -159,7 +152,7 @@ def lines(manifest: Manifest, with_settings: bool = False) -> Iterator[str]:
 
 
 def describe(source: Source) -> str:
-    """One line on a source."""
+    """A source in one line."""
     dropped = f" (dropped: {_pairs(source.dropped)})" if source.dropped else ""
     rows = f", {source.num_kept} of {source.num_rows} rows kept{dropped}" if source.num_rows else ""
     return f"source {source.name}: {source.licence}{rows}, sha256 {source.sha256}, {source.url}"

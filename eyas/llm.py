@@ -1,10 +1,9 @@
-"""A model in this process, for programs in Python: `eyas serve` without HTTP.
+"""A model in this process: `eyas serve` without HTTP, by the server's own code.
 
     llm.chat ── a request's fields, as a client sends them ──▶ Translator ──▶ EngineWorker
        ◀── Completion, or Chunks ◀── CompletionWriter ◀── updates ─────────────────────┘
 
-Loading, translation, engine and text are the server's own, and so are the answers. A thread holds
-the event loop that the worker reports to; any thread may ask.
+A thread holds the event loop that the worker reports to; any thread may ask.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ T = TypeVar("T")
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How an answer is drawn and where it ends: fields of a request, with the server's names,
-    bounds and defaults (docs/clients.md). temperature is 1 unless given; 0 is greedy. Without
-    max_tokens a chat ends where the model ends it or max_length does, a text after 16 tokens.
-    speculation: False decodes plainly, to the same tokens.
+    """Fields of a request, with the server's names, bounds and defaults (docs/clients.md).
+    temperature is 1 unless given; 0 is greedy. max_tokens: of a chat up to max_length, of a text 16
+    unless given. speculation: False decodes plainly, to the same tokens.
     """
 
     temperature: float
@@ -76,7 +74,7 @@ class SamplingOptions(TypedDict, total=False):
 
 class ChatOptions(SamplingOptions, total=False):
     """Options of a chat. logprobs: of the answer's tokens; top_logprobs: and of so many of the best
-    tokens at each place. tools: in OpenAI's form.
+    at each place. tools: in OpenAI's form.
     """
 
     logprobs: bool
@@ -90,8 +88,8 @@ class ChatOptions(SamplingOptions, total=False):
 
 
 class CompletionOptions(SamplingOptions, total=False):
-    """Options of a text. logprobs: of so many of the best tokens at each place beside the answer's
-    own; with echo also the prompt's. add_special_tokens: what the tokenizer puts around a text.
+    """Options of a text. logprobs: of the answer's tokens and so many of the best at each place;
+    with echo also the prompt's. add_special_tokens: the tokenizer's, around a text.
     """
 
     logprobs: int
@@ -101,12 +99,11 @@ class CompletionOptions(SamplingOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the model answered to one prompt; `str(answer)` is its text.
+    """The answer to one prompt; `str(answer)` is its text.
 
-    token_ids: the tokens that it wrote, the one that ended it included. finish_reason: "stop",
-    "length" (max_tokens, or no more room) or "tool_calls". prompt_ids: the tokens that it read.
-    logprobs: one entry a token, where they were asked for. tool_calls: in OpenAI's form.
-    accept_hist[a] counts the rounds that the head drafted in and the model accepted a drafts.
+    token_ids: of the answer, its end token included. finish_reason: "stop", "length" (max_tokens,
+    or no more room) or "tool_calls". logprobs: an entry for each token, if asked for. tool_calls:
+    in OpenAI's form. accept_hist[a] counts the head's rounds with a accepted drafts.
     """
 
     text: str
@@ -136,12 +133,12 @@ class Completion:
 
     @property
     def rounds(self) -> int:
-        """The rounds that the head drafted in; 0 without a head."""
+        """Rounds in which the head drafted."""
         return sum(self.accept_hist)
 
     @property
     def tau(self) -> float | None:
-        """Tokens per round, of the rounds that the head drafted in; None where there were none."""
+        """Tokens per round of the head; None without one."""
         return tau_of(self.accept_hist)
 
     def __str__(self) -> str:
@@ -150,9 +147,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one round added to a streamed answer; the chunks' texts and tokens, joined, are the
-    answer's. tool_calls: a call begins with its id and name, later pieces add to its arguments.
-    finish_reason: None before the last. num_accepted_drafts: None where the head did not draft.
+    """What one round added to a streamed answer. tool_calls: a call begins with its id and name;
+    later pieces add to its arguments. finish_reason: None before the last chunk.
+    num_accepted_drafts: None where the head did not draft.
     """
 
     text: str
@@ -183,24 +180,15 @@ def load(
 
     target: a folder in Hugging Face's form, a GGUF file, an id of the hub, a URL, or "smollm2".
     head: the same in any form; None decodes plainly, to the same answers. dtype: of the weights;
-    auto: as in the checkpoint. threads: of the engine; None: all that this process has.
-    speculation: off, auto, or fixed(steps,branches,nodes). max_length: tokens of prompt and answer
-    together; None: the model's context, as far as half of the free memory holds it. max_batch:
-    answers that run at a time.
+    auto: the checkpoint's. threads: of the engine; None: all that this process has. speculation:
+    off, auto, or fixed(steps,branches,nodes). max_length: tokens of prompt and answer; None: the
+    model's context, as far as half of the free memory holds it. max_batch: answers at a time.
 
     Raises MissingInputError, CorruptError, MismatchError (a head of another target), ConfigError.
     """
-    given = {
-        "target": os.fspath(target),
-        "head": None if head is None else os.fspath(head),
-        "dtype": dtype,
-        "threads": threads,
-        "engine": {
-            "speculation": speculation,
-            "max_length": max_length,
-            "max_batch": max_batch,
-        },
-    }
+    sizes = {"speculation": speculation, "max_length": max_length, "max_batch": max_batch}
+    given = {"target": os.fspath(target), "dtype": dtype, "threads": threads, "engine": sizes}
+    given["head"] = None if head is None else os.fspath(head)
     return LLM(load_service(validated(ServeConfig, given, "eyas.load")))
 
 
@@ -219,7 +207,7 @@ class LLM:
         self._thread = threading.Thread(target=asyncio.run, args=(run,), name="llm", daemon=True)
         self._thread.start()
         self._loop, over = started.result()
-        # without a wait: the last reference may go in the thread that is to end
+        # does not wait: the last reference may go in the thread that is to end
         self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, over.set)
 
     def __enter__(self) -> Self:
@@ -268,13 +256,12 @@ class LLM:
     ) -> Completion | list[Completion] | Iterator[Chunk]:
         """Let the model answer, through its chat template.
 
-        messages: what a user says; a conversation in OpenAI's form; or a list of either, which is
-        answered together, in its order, under a bar on stderr (progress). stream: yield the
-        answer's chunks; closing the iterator ends the answer. Several answers to one prompt: give
-        it as often.
+        messages: what a user says; a conversation in OpenAI's form; or a list of either, answered
+        together in order, under a bar on stderr (progress). stream: yield the answer's chunks;
+        closing the iterator ends the answer. For several answers to a prompt, repeat it in a list.
 
-        Raises InputError for a prompt that does not fit and for options that do not exist or
-        contradict each other, before any prompt is answered; EyasError when the engine fails.
+        Raises InputError for a prompt or an option that does not fit, before any prompt is
+        answered; EyasError when the engine fails.
         """
         is_one = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
         turns = [
@@ -321,8 +308,8 @@ class LLM:
         progress: bool = True,
         **options: Unpack[CompletionOptions],
     ) -> Completion | list[Completion] | Iterator[Chunk]:
-        """As `chat`, without the chat template: the model goes on with a text, or with token ids.
-        The answer's text is what it adds.
+        """As `chat`, without the chat template: the model continues a text or token ids. The
+        answer's text is what it adds.
         """
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         bodies = [{"prompt": one, **options} for one in ([prompts] if is_one else prompts)]
@@ -409,7 +396,7 @@ def _with_texts(
     return [replace(one, text=text) for one, text in zip(logprobs, pieces, strict=True)]
 
 
-# On the event loop. What runs there holds no LLM, whose end would wait for it.
+# These run on the event loop and hold no LLM: its end would wait for them.
 
 
 async def _run(

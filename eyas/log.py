@@ -28,20 +28,19 @@ LINE_EVERY_S = 20.0  # between two lines of progress where stderr is no terminal
 
 
 class Track(Protocol):
-    """What a stage gets to report progress with."""
+    """A stage reports its progress by calling this."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
 def quiet(done: int, total: int | None = None, note: str = "") -> None:
-    """A Track that reports nothing, for tests and library use."""
+    """A Track that reports nothing."""
 
 
 @contextmanager
 def progress_bar(stage: str) -> Iterator[Track]:
-    """The progress of one stage on stderr; `track(done, total, note)` moves it. On a terminal a
-    bar, from the first progress on. Elsewhere (a log, CI) a line every LINE_EVERY_S seconds with
-    the rate and the time left, also while nothing moves.
+    """The progress of one stage on stderr: a bar on a terminal, elsewhere a line every
+    LINE_EVERY_S seconds with rate and time left, also while nothing moves.
     """
     with _terminal_bar(stage) if console.is_terminal else _lines(stage) as track:
         yield track
@@ -97,13 +96,13 @@ class _StageProgress:
         self._total: int | None = None
 
     def track(self, done: int, total: int | None = None, note: str = "") -> None:
-        """A Track. A smaller `done` begins another part of the stage, and its rate."""
+        """A smaller `done` begins another part of the stage, with its own rate."""
         if self._first is None or done < self._done:
             self._first = (time.monotonic(), done)
         self._done, self._total, self._note = done, total or self._total, note
 
     def line(self, now: float) -> str:
-        """What is printed at the time `now` (of time.monotonic)."""
+        """The line at `now`, of time.monotonic."""
         if self._first is None:
             return f"preparing, {now - self._began:.0f} s"
         since, first = self._first
@@ -118,7 +117,7 @@ class _StageProgress:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes in a unit that fits, of three digits: "5.37 GB", "412 kB"."""
+    """Bytes with three digits in a fitting unit: "5.37 GB", "412 kB"."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if num_bytes < 999.5 or unit == "TB":
             return f"{num_bytes:,.3g} {unit}"
@@ -127,7 +126,7 @@ def size_text(num_bytes: float) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: time, level, name, message and the fields of `extra={"data": ...}`."""
+    """JSON lines: time, level, name, message and the fields of `extra={"data": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
@@ -143,7 +142,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def error_facts(error: BaseException) -> dict[str, Any]:
-    """An exception's type and places for a log, without its message, which may quote a request."""
+    """An exception's type and places, without its message, which may quote a request."""
     places = [
         f"{frame.filename}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,4 @@
-"""The pages that eyas writes: one stylesheet, and one way to fill a template.
-
-A page is one HTML file that needs no other file, so the stylesheet goes into it: `{{ house }}` in
-the template's <style>. Pictures come from eyas/figure.py as SVG in the stylesheet's colours.
-"""
+"""HTML pages that need no other file: a template with the stylesheet in it (`{{ house }}`)."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ def stylesheet() -> str:
 def fill(
     template: Path, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
 ) -> str:
-    """The template's text with the values in it, escaped. A missing value is an error, not an
-    empty string.
-    """
+    """The template with the values in it, escaped. A missing value is an error."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -46,16 +46,14 @@ class Prompt(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer(_Row):
-    """One assistant turn written by the target, as tokens: `prompt_ids` is what it saw,
-    `answer_ids` what it wrote, with its end token where it ended its turn. The loss mask covers
-    `answer_ids`; the first is never judged, since a head drafts from the second on. `messages` is
-    the same as text, the answer last.
+    """One assistant turn written by the target: `prompt_ids` that it read, `answer_ids` that it
+    wrote, with its end token if it ended the turn. The loss mask covers `answer_ids`; the first is
+    never judged, since a head drafts from the second on. `messages` is the same as text.
 
-    key: of the work: equal prompt, number of the conversation with it, target and sampling.
-    finish_reason: "stop" (the target ended its turn) or "length" (cut at max_tokens). temperature
-    to seed: how it was sampled; top_p 1 and top_k 0 keep the whole vocabulary. marked: what is
-    special about the answer ("truncated", "empty", "refused", "looping"), or None. An answer with
-    personal data that its prompt does not have is never written. Nothing here depends on when,
+    key: of equal prompt, number of the conversation with it, target and sampling. finish_reason:
+    "stop" or "length" (max_tokens). temperature to seed: how it was sampled; top_p 1 and top_k 0
+    keep the whole vocabulary. marked: "truncated", "empty", "refused", "looping", or None. An
+    answer with personal data that its prompt lacks is never written. Nothing here depends on when,
     where or in which order rows were answered: that is `Origin`.
     """
 
@@ -78,9 +76,8 @@ class Answer(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin(_Row):
-    """How an answer was made, which differs between runs. engine: name and version ("eyas 0.1.0",
-    "vllm 0.11.2"). server: its address; None for the engine in this process. latency_ms: from the
-    first request to the answer, waiting included.
+    """How an answer was made; differs between runs. engine: name and version ("vllm 0.11.2").
+    server: its address; None for this process. latency_ms: from the first request to the answer.
     """
 
     key: str
@@ -98,10 +95,10 @@ def mixed_seed(seed: int, prompt_id: str) -> int:
 
 
 class RowStore(Protocol):
-    """What reads rows: an artifact."""
+    """An artifact, as far as rows are read from it."""
 
     def manifest(self, stage: str) -> Any:
-        """The manifest. Raises EyasError for an artifact of another stage, or one not finished."""
+        """The manifest. Raises EyasError for another stage, or an unfinished artifact."""
 
     def read_rows(self, stem: str) -> Iterator[dict[str, Any]]:
         """The rows of all files of a name, in order."""
@@ -109,14 +106,13 @@ class RowStore(Protocol):
 
 def read_answers(answers: RowStore) -> Iterator[Answer]:
     """All rows of a finished `generate` artifact, marked ones too, a conversation's turns in order.
-
-    Raises EyasError for another artifact.
+    Raises EyasError.
     """
     answers.manifest("generate")
     return map(Answer.from_json, answers.read_rows("answers"))
 
 
 def read_origins(answers: RowStore) -> Iterator[Origin]:
-    """How each of these rows was made, in the same order."""
+    """The origins of these rows, in the same order."""
     answers.manifest("generate")
     return map(Origin.from_json, answers.read_rows("origins"))

@@ -1,4 +1,4 @@
-"""The check of settings from outside: run files, options of commands, arguments in Python."""
+"""Settings from run files, options and Python arguments, validated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Marks a field that is an option of the command line, with its description as help. names: as
-    typed, if not the field's. panel: of the help. separator: of a list in one word.
+    """Marks a field that is a command-line option. names: as typed, if not the field's. panel: of
+    the help. separator: of a list in one word.
     """
 
     names: str = ""
@@ -31,7 +31,7 @@ class Settings(BaseModel):
 
 
 def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
-    """`values` as a config of this kind. Raises ConfigError that names each wrong field."""
+    """`values` as a config. Raises ConfigError, which names each wrong field."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Object stores: what is asked again, and what a person has to mend, in the store's own words."""
+"""Object stores: which errors are retried, and which are reported in the store's own words."""
 
 from __future__ import annotations
 
@@ -17,21 +17,15 @@ from fsspec.implementations.local import LocalFileSystem
 from eyas.errors import EyasError, InputError, StorageFullError, extra
 
 log = logging.getLogger(__name__)
-PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
+PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError)
 MISTAKES = (  # in code: asking again is no remedy
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    NameError,
-    NotImplementedError,
-    MemoryError,
+    *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    *(NameError, NotImplementedError, MemoryError),
 )
 MAKE_ROOM = "free some space there, and run the same command again: finished parts are kept"
-# Remedies by codes of S3 (also its clients' and obstore's names of errors), and by the status of
-# GCS and of HEAD requests, which have no body.
+# Remedies by codes of S3 and its clients, and by the status of GCS and of HEAD requests, which have
+# no body.
 REMEDIES = {
     "give credentials (AWS_PROFILE or AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; gcloud auth "
     "application-default login), or sign in again: finished parts are kept": (
@@ -61,12 +55,10 @@ SAYS_WHY = "mend what the store says, and run the same command again: finished p
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """The file system of a URL or path and the path in it; a remote one as Persistent.
-
-    Checksums of requests are off unless asked for: stores that speak S3 (R2, Ceph, older MinIO)
-    refuse them, and every file here has a SHA-256. Raises InputError.
+    """The file system of a URL or path, a remote one as Persistent, and the path in it. Raises
+    InputError.
     """
-    if url.startswith("s3://"):
+    if url.startswith("s3://"):  # R2, Ceph and older MinIO refuse checksums of requests
         for what in ("AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"):
             os.environ.setdefault(what, "when_required")
     try:
@@ -81,9 +73,7 @@ def open_store(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn a full disk, a file or folder that this user may not use, and a file in place of a
-    folder into one clear error.
-    """
+    """Turn a full disk, missing permissions, and a file in place of a folder into clear errors."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -103,12 +93,11 @@ def storage_errors(url: str) -> Iterator[None]:
 
 
 class Persistent:
-    """A remote file system that is asked again while it does not answer: a restart or a broken line
-    costs a pause and no work.
+    """A remote file system that is asked again while it does not answer.
 
     A missing file and a mistake in the code are raised at once; so is a refusal, as InputError with
     the store's code and reason (StorageFullError where it has no room). EyasError after PATIENCE_S
-    without an answer, plus the client's own last attempt (gcsfs tries for half a minute).
+    without an answer and the client's own last attempt (gcsfs tries for half a minute).
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -127,9 +116,13 @@ class Persistent:
                 return method(*args, **options)
             except MISTAKES:
                 raise
-            # each client has its own tree of errors for one thing: it did not work this time
+            # each client has its own tree of errors
             except Exception as error:
-                self._refuse(error)
+                if (found := refusal(error)) is not None:
+                    code, reason, remedy = found
+                    kind = StorageFullError if remedy == MAKE_ROOM else InputError
+                    what = f"{self._url} refuses: {reason or code} ({code})"
+                    raise kind(what, remedy) from error
                 if isinstance(error, (*ABSENT, ValueError)):
                     raise
                 what = type(error).__name__
@@ -146,17 +139,10 @@ class Persistent:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def _refuse(self, error: Exception) -> None:
-        found = refusal(error)
-        if found is not None:
-            code, reason, remedy = found
-            kind = StorageFullError if remedy == MAKE_ROOM else InputError
-            raise kind(f"{self._url} refuses: {reason or code} ({code})", remedy) from error
-
 
 def refusal(error: BaseException) -> tuple[str, str, str] | None:
-    """A store's code, its reason and the remedy, where a client's error or one of its causes is a
-    refusal; None where it may work another time, or a file is not there.
+    """A store's code, reason and remedy where an error or one of its causes is a refusal; None
+    where it may work another time, or a file is missing.
     """
     cause: BaseException | None = error
     while cause is not None:

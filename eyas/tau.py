@@ -1,8 +1,7 @@
 """Statistics of accepted drafts: tau, acceptance by position, intervals.
 
-The raw statistic is a histogram: accept_hist[a] counts the rounds (one propose, one verify) that
-accepted a drafts. Such a round emits a + 1 tokens, the bonus token included. Pure functions of
-counts: no model, no file, no time.
+accept_hist[a] counts the rounds (one propose, one verify) that accepted a drafts. Such a round
+emits a + 1 tokens, the bonus token included.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import numpy as np
 Interval = tuple[float, float]
 
 CONFIDENCE = 0.95  # of intervals
-# Below six values not even (lowest, highest) holds a median with 95 % confidence, and percentiles
-# of resamples say as little.
+# Below six values not even (lowest, highest) holds a median with 95 % confidence.
 LEAST_ROWS = 6
-# Turns of each arm behind an interval. Of two arms that are the same, intervals over six turns tell
-# 6 of 100 apart, those over eight the 5 that they promise (docs/decisions/benchmark.md).
+# Turns of each arm for an interval. Of equal arms six turns tell 6 of 100 apart, eight turns the
+# promised 5 (docs/decisions/benchmark.md).
 LEAST_TURNS = 8
 NUM_RESAMPLES = 2000
-RESAMPLES_AT_ONCE = 100  # bounds the memory for thousands of rows
+RESAMPLES_AT_ONCE = 100  # bounds memory
 
 
 def sum_hists(hists: Iterable[Sequence[int]]) -> list[int]:
@@ -39,42 +37,39 @@ def count_round(accept_hist: list[int], num_accepted_drafts: int) -> None:
 
 
 def num_accepted(accept_hist: Sequence[int]) -> int:
-    """Accepted drafts of all rounds, without bonus tokens."""
+    """Accepted drafts, without bonus tokens."""
     return sum(accepted * count for accepted, count in enumerate(accept_hist))
 
 
 def num_emitted(accept_hist: Sequence[int]) -> int:
-    """Tokens emitted by all rounds: accepted drafts, and the bonus token of each round."""
+    """Emitted tokens: accepted drafts and bonus tokens."""
     return num_accepted(accept_hist) + sum(accept_hist)
 
 
 def tau_of(accept_hist: Sequence[int]) -> float | None:
-    """Emitted tokens / rounds over all rounds; None without rounds."""
+    """Emitted tokens / rounds; None without rounds."""
     rounds = sum(accept_hist)
     return num_emitted(accept_hist) / rounds if rounds else None
 
 
 def accepted_by_position(accept_hist: Sequence[int]) -> list[int]:
-    """[i]: the rounds that accepted more than i drafts. One entry for each draft step."""
+    """[i]: the rounds that accepted more than i drafts."""
     return [sum(accept_hist[accepted:]) for accepted in range(1, len(accept_hist))]
 
 
 def acceptance_by_position(accept_hist: Sequence[int]) -> list[float]:
-    """[i]: of the rounds that accepted i drafts or more, the share that accepted one more. Ends
-    where no round is left.
-    """
+    """[i]: of the rounds that accepted i drafts, the share that accepted one more."""
     return acceptance_of_positions(sum(accept_hist), accepted_by_position(accept_hist))
 
 
 def acceptance_of_positions(num_rounds: float, accepted: Sequence[float]) -> list[float]:
-    """As `acceptance_by_position`, from what servers count: rounds, and accepted drafts [i]."""
+    """As `acceptance_by_position`, from servers' counts: rounds, and accepted drafts [i]."""
     return [more / reached for reached, more in pairwise([num_rounds, *accepted]) if reached]
 
 
 def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | None:
-    """Decoded tokens (all but the first of an answer) for each forward of the target, a token
-    outside rounds taking one of its own. Between 1 and tau; tau where every token came from a
-    round; None without tokens.
+    """Decoded tokens (all but an answer's first) per forward of the target: a round, or a token
+    outside rounds. Between 1 and tau; None without tokens.
     """
     num_forwards = sum(accept_hist) + max(num_decoded - num_emitted(accept_hist), 0)
     return num_decoded / num_forwards if num_forwards else None
@@ -83,8 +78,7 @@ def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | 
 class RoundCounts:
     """Counts of rounds with K drafts: accept_hist [K + 1]; judged and accepted drafts [K].
 
-    A draft is judged when all drafts before it were accepted and the answer continues to it: a
-    round that the end of an answer cuts short does not count against positions behind the end.
+    A draft is judged when all drafts before it were accepted and the answer goes on.
     """
 
     def __init__(self, num_draft_steps: int) -> None:
@@ -107,25 +101,19 @@ class RoundCounts:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        return [
-            accepted / max(judged, 1)
-            for accepted, judged in zip(self.accepted, self.judged, strict=True)
-        ]
+        counts = zip(self.accepted, self.judged, strict=True)
+        return [accepted / max(judged, 1) for accepted, judged in counts]
 
     def add(self, other: RoundCounts) -> None:
         """Add the counts of other rounds of as many drafts."""
-        for own, more in (
-            (self.accept_hist, other.accept_hist),
-            (self.judged, other.judged),
-            (self.accepted, other.accepted),
-        ):
-            own[:] = [count + added for count, added in zip(own, more, strict=True)]
+        for name in ("accept_hist", "judged", "accepted"):
+            own = getattr(self, name)
+            own[:] = [one + more for one, more in zip(own, getattr(other, name), strict=True)]
 
     def add_rounds(self, accepted: Sequence[int]) -> None:
-        """Add an answer's rounds as an engine reports them: num_accepted_drafts each, in order.
-
-        An engine does not say whether the last token of an answer was a draft: the position after
-        the last round's accepted drafts counts as not judged.
+        """Add an answer's rounds as an engine reports them: num_accepted_drafts each, in order. The
+        position after the last round's accepted drafts counts as not judged: the answer may have
+        ended with a draft.
         """
         for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
             self.accept_hist[count] += 1
@@ -161,9 +149,9 @@ def bootstrap(
 ) -> Interval | None:
     """Percentile bootstrap of a figure over rows [n, k]; None for fewer than LEAST_ROWS rows.
 
-    figure: resamples [..., n, k] -> values [...]. A row is one prompt (request, conversation): the
-    rounds of one answer are correlated, so resampling rounds would give an interval that is too
-    narrow. Equal rows give equal intervals. Efron, Tibshirani 1993, chapter 13.
+    figure: resamples [..., n, k] -> values [...]. A row is one prompt: the rounds of an answer are
+    correlated, and resampling them would give too narrow an interval. Efron, Tibshirani 1993,
+    chapter 13.
     """
     table = np.asarray(rows, dtype=np.float64)
     if len(table) < LEAST_ROWS:
@@ -178,29 +166,23 @@ def bootstrap(
     return low, high
 
 
-def tau_interval(
-    emitted: Sequence[int], rounds: Sequence[int], confidence: float = 0.95, seed: int = 0
-) -> Interval | None:
-    """Interval of sum(emitted) / sum(rounds), counts of each prompt [n]; None without a round."""
-    if not sum(rounds):
-        return None
+def tau_interval(emitted: Sequence[int], rounds: Sequence[int], seed: int = 0) -> Interval | None:
+    """Interval of sum(emitted) / sum(rounds), counts by prompt [n]; None without a round."""
     rows = list(zip(emitted, rounds, strict=True))
-    return bootstrap(rows, ratio_of_sums, confidence, seed=seed)
+    return bootstrap(rows, ratio_of_sums, seed=seed) if sum(rounds) else None
 
 
 def intervals_of_turns(
     turns: Sequence[np.ndarray],
     figures: Sequence[Callable[[np.ndarray], np.ndarray]],
 ) -> list[Interval | None]:
-    """Bootstrap intervals of figures [F] that hold together, over the turns that arms took.
+    """Simultaneous bootstrap intervals of figures [F] over the turns that arms took.
 
-    turns: of each turn its rows [n, k], a row the results of both arms for one prompt; NaN is
-    unknown. A turn is drawn whole: its requests met the same busy seconds, and resampling requests
-    would give an interval that is too narrow. For few turns the percentiles are expanded, as
-    Student's t is wider (Hesterberg 2015, "What teachers should know about the bootstrap");
-    together they hold by Besag, Green, Higdon, Mengersen 1995, section 6.3.
-
-    None below LEAST_TURNS turns, and for a figure that is unknown in some resample.
+    turns: the rows [n, k] of each turn, a row the results of both arms for one prompt; NaN is
+    unknown. Turns are drawn whole, since their requests met the same busy seconds. For few turns
+    the percentiles are expanded (Hesterberg 2015, "What teachers should know about the bootstrap");
+    simultaneous by Besag, Green, Higdon, Mengersen 1995, section 6.3. None below LEAST_TURNS turns,
+    and for a figure that is unknown in some resample.
     """
     G = len(turns)
     if G < LEAST_TURNS:
@@ -242,7 +224,7 @@ def expanded(confidence: float, n: int) -> float:
 
 
 def ratio_of_medians(table: np.ndarray) -> np.ndarray:
-    """[..., n, 2] -> [...]: median of the first column over that of the second; NaN is left out."""
+    """[..., n, 2] -> [...]: median of the first column over the second's, without NaN."""
     ordered = np.sort(table, axis=-2)  # NaN last
     count = np.maximum((~np.isnan(ordered)).sum(axis=-2, keepdims=True), 1)
     middle = [np.take_along_axis(ordered, at, axis=-2) for at in ((count - 1) // 2, count // 2)]
@@ -251,8 +233,6 @@ def ratio_of_medians(table: np.ndarray) -> np.ndarray:
 
 
 def ratio_of_sums(table: np.ndarray) -> np.ndarray:
-    """[..., n, 2] -> [...]: sum of the first column over that of the second; 0 / 0 is 0, NaN is
-    left out.
-    """
+    """[..., n, 2] -> [...]: sum of the first column over the second's, without NaN; 0 / 0 is 0."""
     sums = np.nansum(table, axis=-2)
     return np.asarray(sums[..., 0] / np.maximum(sums[..., 1], np.finfo(float).tiny))

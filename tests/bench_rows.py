@@ -1,4 +1,4 @@
-"""Rows of a benchmark made up by hand, for what counts and shows them."""
+"""Synthetic rows of a benchmark."""
 
 from __future__ import annotations
 

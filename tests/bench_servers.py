@@ -1,6 +1,4 @@
-"""Servers that speak as others do, in a thread each, and for tests of the benchmark some without a
-model, whose answers are written here.
-"""
+"""Servers in threads, and some without a model, whose answers are written here."""
 
 from __future__ import annotations
 
@@ -31,29 +29,28 @@ def web_server(handler):
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    """What handlers that answer in JSON have in common."""
-
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else what follows a header waits 40 ms for its receipt
 
     def send_json(self, content, status=200):
-        data = json.dumps(content).encode()
+        self.reply(status, json.dumps(content).encode(), "application/json")
+
+    def reply(self, status, body, kind="text/plain"):
         self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(body)
 
     def log_message(self, *args):
         """Nothing on the terminal."""
 
 
-class Scripted(BaseHTTPRequestHandler):
+class Scripted(JsonHandler):
     """An OpenAI-compatible server: a prompt has as many tokens as words, and is answered by its
     words, one a chunk.
     """
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else a chunk waits 40 ms for the receipt of the one before
     owner, card, info = "other", {}, None  # what it tells about itself
     tells_usage, extra_prompt_tokens = True, 0
     gap_s = 0.002
@@ -65,7 +62,7 @@ class Scripted(BaseHTTPRequestHandler):
             "/server_info": self.info,
         }
         page = pages.get(self.path)
-        self.reply(404 if page is None else 200, json.dumps(page).encode())
+        self.send_json(page, 404 if page is None else 200)
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -88,22 +85,12 @@ class Scripted(BaseHTTPRequestHandler):
             self.event({"choices": [], "usage": usage})
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")
-        return None
 
     def event(self, value):
         self.chunk(f"data: {json.dumps(value)}\n\n".encode())
 
     def chunk(self, data):
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-    def reply(self, status, body):
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
 
 
 @contextmanager

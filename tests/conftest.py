@@ -1,9 +1,7 @@
-"""What holds for all tests: one thread per process, no test fails for being slow, and no key
-of the user's hashes what tests find.
+"""For all tests: one thread per process, no deadlines, and a key of the tests' own.
 
-Tiny models gain nothing from threads, and on a busy machine two threads that wait for each other at
-every operator are many times slower than one. Set before torch is imported, and inherited by the
-processes that tests start.
+Tiny models gain nothing from threads, and on a busy machine threads that wait for each other are
+many times slower than one. Set before torch is imported, and inherited by new processes.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ _http.create_ssl_context = functools.cache(_http.create_ssl_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The native library is compiled once, before the workers of xdist all want it. Where all tests
-    are to run, its build with sanitizers is compiled beside it.
+    """Compile the native library once, before the workers of xdist; if all tests are to run, its
+    build with sanitizers too.
     """
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
@@ -39,12 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_all and not config.option.keyword:
         builds.append(subprocess.Popen([sys.executable, "-m", "tests.sanitized", "build"]))
     importlib.import_module("eyas.model.library").unavailable()
-    for build in builds:  # what fails is the failure of the test that wants it
+    for build in builds:  # a failure is that of the test that needs it
         build.wait()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """gzip writes the time into its bytes: as a test's name it would differ between processes."""
+    """gzip writes the time: the test's name would differ between processes."""
     return "gzip" if isinstance(val, bytes) and val.startswith(b"\x1f\x8b") else None
 
 

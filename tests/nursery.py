@@ -1,13 +1,12 @@
-"""Training runs in processes of their own, cheap enough to be killed by the dozen: one process
-imports and forks all ranks.
+"""Training runs in processes that one process forks, so that many can be killed.
 
     python -m tests.nursery FILE
 
 FILE: JSON, a list of launches {config, target, features, output, size, kill}.
 
-kill: {rank, step}: that rank is killed (SIGKILL) when it has done that step. Every rank leaves
-beside the output folder, in <output>.seen/, the keys of each step that it saw, and what it said on
-stderr. The last line of stdout is a list of the ranks' exit codes by launch, negative for a signal.
+kill: {rank, step}: that rank is killed (SIGKILL) after that step. Every rank leaves the keys of
+each step and its stderr in <output>.seen/. The last line of stdout lists the ranks' exit codes by
+launch, negative for a signal.
 """
 
 from __future__ import annotations
@@ -106,12 +105,8 @@ def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
 
     def watched(state: Any, objective: Any, batches: Any, *rest: Any) -> Any:
         figures = step(state, objective, batches, *rest)
-        keys = {
-            "step": figures.step,
-            "rank": rank,
-            "size": asked["size"],
-            "batches": [one.batch.keys for one in batches],
-        }
+        keys = {"step": figures.step, "rank": rank, "size": asked["size"]}
+        keys["batches"] = [one.batch.keys for one in batches]
         with (folder / f"{number:02d}-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(keys) + "\n")
         if kill.get("rank") == rank and kill["step"] == figures.step:
@@ -134,11 +129,5 @@ def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(
-        json.dumps(
-            [
-                launch(asked, number)
-                for number, asked in enumerate(json.loads(Path(sys.argv[1]).read_text()))
-            ]
-        )
-    )
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    print(json.dumps([launch(one, number) for number, one in enumerate(asked)]))

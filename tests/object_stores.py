@@ -1,6 +1,4 @@
-"""Object stores to test against: an S3 server, a GCS emulator in a process that can be killed, and
-a line that can be bad.
-"""
+"""Object stores to test against: a GCS emulator that can be killed, and a line that can be bad."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ time.sleep(600)
 
 
 class GcsServer:
-    """The emulator, keeping its objects in a folder, so that a killed one can be started again with
-    what it had.
-    """
+    """The emulator with its objects in a folder: a killed one can be started again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.port = folder, free_port()
@@ -77,11 +73,10 @@ class GcsServer:
 
 
 class Line:
-    """A TCP proxy in front of a server. `fault` says what befalls connections from now on;
-    `healthy` ends it.
+    """A TCP proxy in front of a server, with a fault until `healthy`.
 
     "reset": the connection breaks after `after` bytes from the client; "cut": after that many bytes
-    of the answer; "stall": nothing more comes through; "503": the answer is one.
+    of the answer; "stall": nothing comes through; "503": the answer is one.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -98,9 +93,7 @@ class Line:
         self._fault, self._after, self._times = kind, after, times
 
     def healthy(self) -> None:
-        """From now on all is well: the server is done with what a fault left it, so that none of it
-        is put down later.
-        """
+        """No more faults; the server has ended what a fault left it."""
         self._fault = ""
         for thread in [one for one in self._serving if one.name == BROKEN]:
             thread.join(timeout=10)
@@ -133,9 +126,7 @@ class Line:
                     pass
 
     def _pump(self, source: socket.socket, target: socket.socket, breaks: str) -> None:
-        """Bytes one way until an end or a fault. A fault counts from when it is set, so that open
-        connections have it too.
-        """
+        """Bytes one way until an end or a fault, which open connections have too."""
         passed, seen = 0, ""
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 14):
@@ -153,13 +144,8 @@ class Line:
         self, breaks: str, passed: int, source: socket.socket, target: socket.socket
     ) -> bool:
         kind = self._fault
-        if (
-            not kind
-            or self._times <= 0
-            or (kind in ("reset", "cut") and (kind != breaks or passed <= self._after))
-        ):
-            return False
-        if kind == "503" and breaks == "cut":
+        is_early = kind in ("reset", "cut") and (kind != breaks or passed <= self._after)
+        if not kind or self._times <= 0 or is_early or (kind, breaks) == ("503", "cut"):
             return False
         self._times -= 1
         self.num_faults += 1
@@ -169,16 +155,12 @@ class Line:
         if kind == "503":
             refusal = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
             source.sendall(refusal)
+        linger = b"\0" * 8 if kind == "503" else b"\1" + b"\0" * 7
         for end in (source, target):
+            is_written = end is server and kind == "reset"
             with contextlib.suppress(OSError):
-                end.setsockopt(
-                    socket.SOL_SOCKET,
-                    socket.SO_LINGER,
-                    b"\1\0\0\0\0\0\0\0" if kind != "503" else b"\0" * 8,
-                )
-                end.shutdown(
-                    socket.SHUT_WR if end is server and kind == "reset" else socket.SHUT_RDWR
-                )
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                end.shutdown(socket.SHUT_WR if is_written else socket.SHUT_RDWR)
         if kind == "reset":
             threading.current_thread().name = BROKEN
         return True

@@ -1,6 +1,4 @@
-"""What tests of the data path share: prompts on disk, a talkative tiny target, and a process that
-dies while it writes.
-"""
+"""Prompts on disk, tiny targets whose answers end, and processes that die while they write."""
 
 from __future__ import annotations
 
@@ -40,17 +38,14 @@ def patched(*places: tuple[Any, str, object]) -> Callable[[], Iterator[None]]:
 
 
 def ending_target(folder: Path) -> Path:
-    """A random target whose turns end: a quarter of its vocabulary are end tokens, so an answer has
-    about four.
-    """
+    """A random target: a quarter of its vocabulary are end tokens, so an answer has about four."""
     return tiny_target(folder, eos_token_id=[2, *range(30, 110)])
 
 
 def talking_target(folder: Path, strength: float = 1.8) -> Path:
-    """A random target whose answers of up to twelve tokens end by its one end token, most of them;
-    some are cut, some empty.
-
-    strength: of the end token's logits, in those of others."""
+    """A random target, most of whose answers of up to twelve tokens end by the end token; some are
+    cut, some empty. strength: factor of the end token's logits.
+    """
     tiny_target(folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][2] *= strength
@@ -94,13 +89,11 @@ def all_samples(artifact: Artifact) -> dict[str, Sample]:
 
 
 def in_a_process(work: Callable[[], Any]) -> int:
-    """The id of a new process that does this; a copy of this one, so that nothing is imported
-    again.
-    """
+    """The id of a forked process that does this."""
     pid = os.fork()
     if pid:
         return pid
-    signal.alarm(120)  # a child that hangs is to end, and the test to fail
+    signal.alarm(120)  # ends a child that hangs
     try:
         work()
     except BaseException:
@@ -110,14 +103,12 @@ def in_a_process(work: Callable[[], Any]) -> int:
 
 
 def ended(pid: int) -> int:
-    """The exit status of a process, below zero for a signal, once it has ended."""
+    """The exit status of a process when it has ended, below zero for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def killed_at_a_write(name: str, work: Callable[[], Any], output: Artifact) -> dict[Path, int]:
-    """Do this in a process that is killed as it writes `name`; the times of the shards that it left
-    in `output`.
-    """
+    """Do this in a process that is killed as it writes `name`; the times of output's shards."""
     write = Artifact.write
 
     def write_or_die(self: Artifact, written: str, data: bytes) -> None:
@@ -132,9 +123,7 @@ def killed_at_a_write(name: str, work: Callable[[], Any], output: Artifact) -> d
 
 
 def write_answers(folder: Path, output: Path, dialogues: Sequence[Sequence[str]]) -> Artifact:
-    """A finished `generate` artifact, as servers would have filled it: users' and assistant's turns
-    by turns.
-    """
+    """A finished `generate` artifact of dialogues, in which user and assistant alternate."""
     chat, artifact, rows = Chat(folder), Artifact(str(output)), []
     for number, turns in enumerate(dialogues):
         roles = itertools.cycle(("user", "assistant"))

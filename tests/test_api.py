@@ -33,7 +33,7 @@ from tests.tiny_features import greedy_answers, samples_of, write_features
 from tests.tiny_head import head_folder
 
 PROMPTS = ["I would like a table for two.", "The address is", "0123", "user"]
-# fields of a request that mean nothing where there is no HTTP, or that have a way of their own
+# fields of a request without a meaning here, or with another name
 WITHOUT_MEANING = {
     *("model", "messages", "prompt", "stream", "stream_options", "n", "request_id"),
     *("return_token_ids", "return_tokens_as_token_ids", "add_generation_prompt"),
@@ -92,22 +92,23 @@ class TestNames:
         with pytest.raises(AttributeError, match="no attribute 'chat_with'"):
             _ = eyas.chat_with
 
-    @pytest.mark.parametrize("before", ["", "import eyas.train.trainer, eyas.evaluate.evaluate"])
-    def test_stages_are_functions_whatever_was_imported_before(self, before):
-        code = f"""
-import eyas
-{before}
-for stage, words in ((eyas.train, {{"target": "none"}}), (eyas.evaluate, {{}})):
-    try:
-        stage("nowhere", **words)
-    except eyas.InputError as error:
-        print(error.what)
-import eyas.train.trainer as trainer
-print(trainer.TrainConfig.__name__)
+    def test_stages_are_functions_before_and_after_their_modules_are_imported(self):
+        code = """
+import eyas, sys
+for imported in (False, True):
+    if imported:
+        import eyas.train.trainer, eyas.evaluate.evaluate
+    assert ("eyas.train" in sys.modules) is imported
+    for stage, words in ((eyas.train, {"target": "none"}), (eyas.evaluate, {})):
+        try:
+            stage("nowhere", **words)
+        except eyas.InputError as error:
+            print(error.what)
+print(eyas.train.trainer.TrainConfig.__name__)
 """
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("nowhere") == 2
+        assert done.stdout.count("nowhere") == 4
         assert done.stdout.endswith("TrainConfig\n")
 
     def test_without_pytorch_it_says_what_to_install(self):
@@ -123,8 +124,6 @@ print(trainer.TrainConfig.__name__)
 
 
 class TestAnswers:
-    """Of a random target, whose answers are ever other tokens; greedy unless said."""
-
     @pytest.mark.parametrize("which", ["llm", "drafting"])
     def test_they_are_the_servers_to_the_token(self, which, world, request):
         llm = request.getfixturevalue(which)

@@ -1,6 +1,4 @@
-"""The house rules, enforced on the source: who may import whom, what files may be called, what must
-be documented.
-"""
+"""The house rules: imports, file names, docstrings."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ NAMES = sorted(MODULES)
 
 @functools.cache
 def imported(name: str) -> set[str]:
-    """Modules imported anywhere in a module's source; `from a import b` counts as a.b where that is
-    a module.
-    """
+    """Modules imported anywhere in a module's source."""
     found: set[str] = set()
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
@@ -79,7 +75,7 @@ def ours(name: str) -> set[str]:
 
 
 def part(name: str) -> str:
-    """The entry of ORDER that a module belongs to: the first name below `eyas`."""
+    """The entry of ORDER that a module belongs to."""
     return name.split(".")[1]
 
 
@@ -132,7 +128,7 @@ def test_pure_functions_import_nothing_of_ours():
 
 
 def test_imported_packages_are_declared():
-    """In pyproject.toml, among the dependencies or in an extra, or required by one of these."""
+    """In pyproject.toml, or required by a package there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     stated = [*project["dependencies"], *(one for extra in extras for one in extra)]
@@ -152,7 +148,6 @@ def test_imported_packages_are_declared():
 
 
 def distribution(requirement: str) -> str:
-    """The name of the package that a requirement asks for."""
     return re.split(r"[^\w.-]", requirement)[0].lower().replace("-", "_")
 
 
@@ -203,9 +198,8 @@ def test_only_chat_knows_role_tokens():
 
 
 def test_functions_take_seven_arguments_or_fewer():
-    """A command's arguments are its options, given by name on the command line."""
     for name in NAMES:
-        if name.startswith("eyas.cli."):
+        if name.startswith("eyas.cli."):  # a command's arguments are its options
             continue
         for node in ast.walk(TREES[name]):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,6 +1,4 @@
-"""The benchmark: what it reads, how it counts, and a whole run against a real server with a tiny
-target and head.
-"""
+"""The benchmark: prompt files, streams, figures, and whole runs against servers."""
 
 from __future__ import annotations
 
@@ -61,11 +59,7 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
     assert tasks["o"].messages == (said,)
     compose = {"role": "user", "content": "compose"}
     assert tasks["81"] == Task("81", "writing", (compose,), has_later_turns=True)
-    assert {prompt_id for prompt_id, task in tasks.items() if task.has_later_turns} == {
-        "p",
-        "m",
-        "81",
-    }
+    assert {name for name, task in tasks.items() if task.has_later_turns} == {*("p", "m", "81")}
     assert tasks["5"].messages == (said,)
 
 
@@ -83,12 +77,6 @@ def test_a_byte_order_mark_and_half_a_character_are_no_fault_of_a_prompt_file(tm
     (tmp_path / "p.jsonl").write_bytes(f"\ufeff{row}\n".encode())
     (task,) = read_tasks(str(tmp_path / "p.jsonl"), 1, 0)
     assert task == Task("\ufffd", "", ({"role": "user", "content": "so \ufffd"},))
-
-
-def test_a_folder_in_place_of_a_prompt_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match="is a folder") as refused:
-        read_tasks(str(tmp_path), 1, 0)
-    assert "file" in refused.value.hint
 
 
 PACKED = gzip.compress(b'{"turns": ["a"]}' * 100)
@@ -112,6 +100,8 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("error", UNREADABLE)
 def test_prompts_that_cannot_be_used_are_refused(tmp_path, error):
+    with pytest.raises(InputError, match=r"is a folder\n  -> give a file"):
+        read_tasks(str(tmp_path), 1, 0)
     for content in UNREADABLE[error]:
         path = tmp_path / ("p.jsonl.gz" if content and content[:1] == b"\x1f" else "p.jsonl")
         if content is not None:
@@ -162,9 +152,7 @@ def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
     pieces = [*said, (11.0, USAGE + b"data: [DONE]\n\n")]
     reply = read_reply(StreamRecord(0.0, pieces))
     assert reply == Reply(4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], tells_rounds=True)
-
-
-def test_an_answer_without_text_has_its_end_for_a_first_token():
+    # without a text its end
     assert read_reply(StreamRecord(0.0, [(7.0, delta(None, "stop") + USAGE)])).ttft_ms == 7.0
 
 
@@ -308,9 +296,7 @@ def test_an_answer_that_came_at_once_has_no_time_per_token():
 
 @pytest.fixture(scope="module")
 def url():
-    """The packaged target and head, not a tiny one: a random head has a tau of 1, and noise alone
-    may look faster than that.
-    """
+    """The packaged target and head: a random head has a tau of 1, below noise."""
     target = resolve_target(BUILTIN)
     config = EngineConfig(max_batch=4, max_length=256, speculation="fixed(4,1,5)")
     engine = Engine.load(target, resolve_head(BUILTIN), config=config)
@@ -417,13 +403,9 @@ def test_requests_that_all_fail_are_kept_and_reported(url, prompts, tmp_path):
     assert all("HTTP 400" in json.loads(row)["error"] for row in rows)
 
 
-class NotOpenAI(Scripted):
-    def do_GET(self):
-        self.reply(200, b"<html>")
-
-
 def test_another_kind_of_server_is_named_as_such(prompts, tmp_path):
-    with web_server(NotOpenAI) as url, pytest.raises(EyasError, match="does not list a model"):
+    page = {"do_GET": lambda handler: handler.reply(200, b"<html>")}
+    with scripted(**page) as url, pytest.raises(EyasError, match="does not list a model"):
         run_of(tmp_path, url=url, prompts=prompts)
 
 
@@ -508,7 +490,7 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatc
         "eyas.bench.bench.arrival_times_s",
         lambda rate, count, seed: [number / rate for number in range(count)],
     )
-    sent = []  # of each block: when it began, then when each request went out
+    sent = []  # of each block: when it began and when each request was sent
     bench_module = sys.modules[BenchConfig.__module__]
     ask_all, stream = bench_module._ask_all, Client.stream
 
@@ -540,15 +522,8 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatc
     assert [one["rate"] for one in summary["results"]] == [50]
 
 
-class Impatient(Scripted):
-    """Closes the connection after each answer without a word, as a server does with idle ones."""
-
-    def handle(self):
-        self.handle_one_request()
-
-
 def test_a_connection_that_was_closed_while_idle_costs_no_request(tmp_path, prompts):
-    with web_server(Impatient) as url:
+    with scripted(handle=lambda server: server.handle_one_request()) as url:
         config = {"prompts": prompts, "num_prompts": 6, "max_tokens": 3}
         output = run_of(tmp_path, url=url, arms={"one": ArmConfig()}, **config)
         assert not [row["error"] for row in output.read_jsonl("rows.jsonl") if row["error"]]
@@ -620,6 +595,6 @@ def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):
 
 
 def test_the_packaged_prompts_are_there_when_none_are_given():
-    config = BenchConfig(num_prompts=50)
-    assert len(_read(config)) == 50 + 2  # to warm up with
-    assert all(task.messages[-1]["role"] == "user" for task in _read(config))
+    tasks = _read(BenchConfig(num_prompts=50))
+    assert len(tasks) == 50 + 2  # to warm up with
+    assert all(task.messages[-1]["role"] == "user" for task in tasks)

@@ -1,6 +1,4 @@
-"""What servers keep of prompts must not show in the figures: salts, what warms up, and what is said
-where neither is known.
-"""
+"""Servers' prefix caches must not show in the figures: salts, warm-up, and notes."""
 
 from __future__ import annotations
 

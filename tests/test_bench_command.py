@@ -1,6 +1,4 @@
-"""`eyas bench URL` as a command: which arms a server gets, what is written,
-what the last line says.
-"""
+"""`eyas bench URL`: a server's arms, files, the last line."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ import pytest
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import ArmConfig, BenchConfig
-from eyas.cli.bench import arms_for, ledger_of
+from eyas.cli.bench import arms_for
 from tests.bench_servers import scripted
 from tests.source_rows import written
-from tests.test_cli import run_eyas
+from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_report import LEDGER
 
 EYAS = {"owner": "eyas"}
@@ -93,8 +91,7 @@ def test_unlike_servers_are_refused_until_one_insists(tmp_path, prompts):
     folder = tmp_path / "bench"
     with scripted() as one, scripted(extra_prompt_tokens=1) as other:
         refused = benched(one, prompts, folder, "--against", other)
-        assert refused.exit_code == 2
-        assert "--compare-anyway" in refused.stderr
+        assert_one_clear_error(refused, "--compare-anyway")
         again = benched(one, prompts, folder, "--against", other, "--compare-anyway")
         assert again.exit_code == 0
     assert "(not comparable)" in (tmp_path / "bench" / "report.md").read_text()
@@ -102,8 +99,7 @@ def test_unlike_servers_are_refused_until_one_insists(tmp_path, prompts):
 
 def test_no_server_is_one_clear_error(tmp_path, prompts):
     failed = run_eyas("bench", "http://127.0.0.1:9", "--prompts", prompts, "-o", tmp_path / "bench")
-    assert failed.exit_code == 2
-    assert "no server at http://127.0.0.1:9" in failed.stderr
+    assert_one_clear_error(failed, "no server at http://127.0.0.1:9")
     assert not (tmp_path / "bench").exists()
 
 
@@ -112,9 +108,7 @@ def manifest(stage, identity, **fields):
 
 
 def made_head(folder, stage="train", target="ab" * 32):
-    """An artifact as `eyas train` leaves it: a head from features of a target, of prompts with a
-    ledger.
-    """
+    """A head from features of a target, of prompts with a ledger."""
     prompts = manifest("prompts", "a1b2", facts={"ledger": LEDGER})
     settings = {"target_fingerprint": target}
     features = manifest("capture", target, config=settings, inputs={"prompts": prompts})
@@ -140,20 +134,7 @@ def test_a_report_is_given_the_head_and_shows_its_lineage_and_ledger(tmp_path, p
             assert "a1b2" in text
         for folder, message in (
             (made_head(tmp_path / "other", target="cd" * 32), "another target than the servers"),
-            (
-                made_head(tmp_path / "features", stage="capture"),
-                "is an output of 'capture', not a head",
-            ),
+            (made_head(tmp_path / "f", stage="capture"), "is an output of 'capture', not a head"),
             (tmp_path / "none", "does not exist"),
         ):
-            refused = benched(url, *shared, "--head", folder)
-            assert refused.exit_code == 2
-            assert message in refused.stderr
-
-
-def test_the_ledger_is_found_behind_the_benchmark():
-    prompts = manifest("prompts", "a", facts={"ledger": LEDGER})
-    head = manifest("train", "b", inputs={"prompts": prompts})
-    measured = manifest("bench", "c", inputs={"head": head})
-    assert ledger_of(measured) == LEDGER
-    assert ledger_of(measured.model_copy(update={"inputs": {}})) is None
+            assert_one_clear_error(benched(url, *shared, "--head", folder), message)

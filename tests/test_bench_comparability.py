@@ -1,4 +1,4 @@
-"""Like with like: what two arms must have in common, what is refused, and how to insist."""
+"""What two arms must have in common, what is refused, and how to insist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load: arrivals by seed, and prompts of given lengths."""
+"""The load: concurrencies, rates, arrivals by seed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Streams as servers really send them: recorded from llama.cpp and vLLM, and written in SGLang's
-form.
-"""
+"""Streams recorded from llama.cpp and vLLM, and written in SGLang's form."""
 
 from __future__ import annotations
 
@@ -66,27 +64,11 @@ def test_an_answer_of_one_token(name):
     assert (reply.text, reply.num_output_tokens, reply.error) == ("I", 1, "")
 
 
-@pytest.mark.parametrize("name", WITH_HEAD)
-@pytest.mark.parametrize("size", [1, 7, 100])
-def test_where_reads_cut_a_stream_does_not_matter(name, size):
-    whole = b"".join(data for _, data in received(name, "usage").pieces)
-    cut = [(float(at), whole[at : at + size]) for at in range(0, len(whole), size)]
-    reply = read_reply(StreamRecord(0.0, cut))
-    assert (reply.text, reply.num_output_tokens) == (ANSWER, 12)
-
-
 def sglang(**changes):
-    """A stream with a reasoning parser and usage, in SGLang's shape: pings, an empty first delta,
-    `choices: []` at the end.
-    """
+    """SGLang's: pings, an empty first delta, reasoning, `choices: []` at the end."""
 
     def chunk(delta, finish=None):
-        delta = {
-            "role": None,
-            "content": None,
-            "reasoning_content": None,
-            "tool_calls": None,
-        } | delta
+        delta = dict.fromkeys(("role", "content", "reasoning_content", "tool_calls")) | delta
         stop = {"finish_reason": finish, "matched_stop": 151645 if finish else None}
         choice = {"index": 0, "delta": delta, "logprobs": None, **stop}
         frame = {"id": "0a", "object": "chat.completion.chunk", "created": 1, "model": "m"}

@@ -59,11 +59,9 @@ def run_eyas(*words: object):
     return CliRunner().invoke(build(words), words, prog_name="eyas")
 
 
-def assert_one_clear_error(result, *words: str) -> None:
-    """Exit code 2, one message that says what is wrong (with these words) and what to do, and no
-    traceback.
-    """
-    assert result.exit_code == 2, result.output
+def assert_one_clear_error(result, *words: str, code: int = 2) -> None:
+    """One message that says what is wrong (with these words) and what to do, and no traceback."""
+    assert result.exit_code == code, result.output
     assert result.stderr.count("error: ") == 1, result.stderr
     assert result.stderr.count("\n  -> ") == 1, result.stderr
     assert "Traceback" not in result.stderr
@@ -115,9 +113,8 @@ class TestHelp:
 
 class TestConfig:
     def write(self, folder: Path, text: str) -> Path:
-        path = folder / "run.yaml"
-        path.write_text(text)
-        return path
+        (folder / "run.yaml").write_text(text)
+        return folder / "run.yaml"
 
     def test_options_win_over_set_and_set_over_the_file(self, tmp_path):
         run_file = self.write(tmp_path, "sample: {lr: 3e-4, names: [a], inner: {depth: 2}}\n")
@@ -153,47 +150,36 @@ class TestConfig:
         assert json.dumps(values) == before
 
     @pytest.mark.parametrize(
-        ("text", "overrides", "words"),
+        ("text", "given", "words"),
         [
-            ("sample: {lr: fast}\n", [], ["sample", "lr"]),
-            ("sample: {speed: 1}\n", [], ["speed", "lr, names, inner"]),
-            ("sample: {}\n", ["inner.depth=deep"], ["inner.depth"]),
-            ("sample: {lr: 1}\n", ["lr.x=1"], ["--set lr.x: lr is a value"]),
+            ("sample: {lr: fast, inner: {depth: y}}", {}, "sample .*lr: .*; inner.depth: "),
+            ("sample: {speed: 1}", {}, "(?s)speed.*lr, names, inner"),
+            ("sample: {}", {"overrides": ["inner.depth=deep"]}, r"inner\.depth"),
+            ("sample: {lr: 1}", {"overrides": ["lr.x=1"]}, r"--set lr\.x: lr is a value"),
             (
-                "sample: {inner: {depth: 1}}\n",
-                ["inner.depth.x.y=1"],
-                ["--set inner.depth.x.y: inner.depth is a value"],
+                "sample: {inner: {depth: 1}}",
+                {"overrides": ["inner.depth.x.y=1"]},
+                r"--set inner\.depth\.x\.y: inner\.depth is a value",
             ),
-            ("sample: {}\n", ["lr"], ["FIELD=VALUE"]),
-            ("sample: {}\n", ["lr=[1"], ["not YAML"]),
-            ("sample: {\n", [], ["not YAML"]),
-            ("- 1\n", [], ["no sections"]),
-            ("train: {}\n", [], ["no section 'sample'", "train"]),
+            ("sample: {}", {"overrides": ["lr"]}, "FIELD=VALUE"),
+            ("sample: {}", {"overrides": ["lr=[1"]}, "not YAML"),
+            ("sample: {", {}, "not YAML"),
+            ("- 1", {}, "no sections"),
+            ("train: {}", {}, "(?s)no section 'sample'.*train"),
+            # as `--start` beside a run file's `start: smollm2`
+            ("sample: {inner: 1}", {"flags": {"inner.depth": 2}}, "--depth: inner is"),
+            ("sample: {lr: 1}", {"options": {"lr.x": 2}}, "--lr: lr is"),
         ],
     )
-    def test_what_does_not_fit_names_the_field(self, tmp_path, text, overrides, words):
-        with pytest.raises(ConfigError) as caught:
-            StageOptions(self.write(tmp_path, text), overrides).config(Sample, "sample")
+    def test_what_does_not_fit_names_the_field(self, tmp_path, text, given, words):
+        given = dict(given)
+        options = given.pop("options", {})
+        with pytest.raises(ConfigError, match=words) as caught:
+            StageOptions(self.write(tmp_path, text), **given).config(Sample, "sample", **options)
         assert caught.value.hint
-        assert all(word in str(caught.value) for word in words)
-
-    @pytest.mark.parametrize(
-        ("flags", "options", "words"),
-        [({"inner.depth": 2}, {}, "--depth: inner is"), ({}, {"lr.x": 2}, "--lr: lr is")],
-    )
-    def test_an_option_whose_section_is_a_value_is_named(self, flags, options, words, tmp_path):
-        """As `--start` and a run file's `start: smollm2`."""
-        run_file = self.write(tmp_path, "sample: {inner: 1, lr: 1}\n")
-        with pytest.raises(ConfigError, match=words):
-            StageOptions(run_file, None, flags).config(Sample, "sample", **options)
-
-    def test_several_wrong_fields_are_told_at_once(self):
-        with pytest.raises(ConfigError, match=r"lr: .*; inner.depth: "):
-            validated(Sample, {"lr": "x", "inner": {"depth": "y"}}, "sample")
 
 
-# Bad inputs. The small pipeline that they spoil is made once, by the commands themselves, on a tiny
-# random target.
+# Bad inputs, for a pipeline on a tiny random target
 
 TURNS = ("I would like a table for two.", "In San Jose?", "The address is 71 North Street.")
 TURNS += ("Thanks", "0123 a table")
@@ -234,13 +220,6 @@ def other_target(tmp_path_factory) -> Path:
 
 
 class TestPipeline:
-    def test_done_work_is_skipped_and_changed_work_does_not_overwrite(self, made):
-        line = f"generate {made.prompts} -t {made.target} -o {made.answers} -s max_tokens="
-        again = run_eyas(f"{line}12")
-        assert again.exit_code == 0
-        assert "done already, skipped" in again.stderr
-        assert_one_clear_error(run_eyas(f"{line}13"), "holds other work", "another output")
-
     def test_eval_export_check_and_lineage(self, made, tmp_path, monkeypatch):
         for line in (
             f"eval {made.head} --features {made.features} -t {made.target} -o {tmp_path}/eval",
@@ -336,10 +315,13 @@ class TestBadInputs:
             f"serve -t {other_target} --head {made.head} --port 0",
         ):
             assert_one_clear_error(run_eyas(line), "target")
-        linted = run_eyas(f"check {made.head} -t {other_target}")
+        linted = run_eyas(f"check {made.head} -t {other_target} --no-replay")
         assert linted.exit_code == 2
-        assert "error: " in linted.stdout
-        assert "target" in linted.stdout
+        assert re.search("error: .*target", linted.stdout)
+
+    def test_an_output_that_holds_other_work(self, made):
+        changed = f"generate {made.prompts} -t {made.target} -o {made.answers} -s max_tokens=13"
+        assert_one_clear_error(run_eyas(changed), "holds other work", "another output")
 
     def test_an_interrupt_says_that_a_rerun_resumes(self, made, tmp_path, monkeypatch):
         def interrupted(*args, **settings):
@@ -505,9 +487,6 @@ class TestRunFiles:
     def test_a_report_s_commands_say_model_and_find_their_forms(
         self, target, output, tmp_path, monkeypatch
     ):
-        """Whole words alone are the target; commands run from where the run began, or beside the
-        report of an output elsewhere.
-        """
         folder = tmp_path / "python -m" / "target"
         folder.mkdir(parents=True)
         (folder.parent / "link").symlink_to(folder)
@@ -533,8 +512,6 @@ class TestRunFiles:
         assert f'"model": "{place}/vllm"' in vllm[-1]
 
     def test_a_new_head_has_the_norms_that_its_engines_read(self):
-        """The default ones, unless an engine of export.forms reads none; what is said stays."""
-
         def norms(**changed):
             head = validated(RunConfig, {**RUN, **changed}, "run.yaml").train.head
             return head.fc_norm, head.norm_output

@@ -1,5 +1,5 @@
-"""The whole loop, as a newcomer runs it: `eyas demo --quick` in processes of its own, twice. Its
-other ways by their run files.
+"""The whole loop: `eyas demo --quick` in a process of its own, and once more in this one; its other
+ways by their run files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from eyas.cli.run import RunConfig
 from eyas.errors import MissingInputError
 from eyas.export.check import CheckFinding
 from eyas.settings import validated
+from tests.test_cli import run_eyas
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
-# the command, with a line of progress every hundredth of a second in place of every 20 seconds
+# a line of progress every hundredth of a second, not every 20 seconds
 EYAS = """
 import eyas.log
 from eyas.cli.main import main
@@ -32,26 +33,20 @@ main()
 """
 
 
-def demo(output: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", EYAS, "demo", "--quick", "--output", str(output)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory,
-) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str], Path]:
-    """A first run, a second one into the same folder, and the folder."""
+def run(tmp_path_factory):
+    """The ended process, and the folder."""
     output = tmp_path_factory.mktemp("demo") / "out"
-    return demo(output), demo(output), output
+    command = [sys.executable, "-c", EYAS, "demo", "--quick", "--output", str(output)]
+    return subprocess.run(command, capture_output=True, text=True, check=False), output
 
 
-def figures(run: subprocess.CompletedProcess[str]) -> dict:
+def figures(run) -> dict:
     return json.loads(run.stdout.rstrip("\n").split("\n")[-1])
 
 
-def test_every_stage_runs_and_the_last_line_is_json(runs):
-    first, _, output = runs
+def test_every_stage_runs_and_the_last_line_is_json(run):
+    first, output = run
     assert first.returncode == 0, first.stderr
     for stage in STAGES:
         assert f"{stage:<9} done: {output}/{stage}-" in first.stderr
@@ -70,9 +65,8 @@ def test_every_stage_runs_and_the_last_line_is_json(runs):
     assert told["seconds"] > 0
 
 
-def test_every_stage_of_a_run_says_how_far_it_is_where_there_is_no_terminal(runs):
-    """What stages do first is a line too; each of several parts has a rate and the time left."""
-    lines = runs[0].stderr.splitlines()
+def test_every_stage_of_a_run_says_how_far_it_is_where_there_is_no_terminal(run):
+    lines = run[0].stderr.splitlines()
     for stage in STAGES:
         mine = [line.removeprefix(f"{stage:<9} ") for line in lines if line.startswith(stage)]
         assert any(re.match(r"preparing, \d+ s|[\d,]+ of [\d,]+", line) for line in mine), stage
@@ -81,15 +75,15 @@ def test_every_stage_of_a_run_says_how_far_it_is_where_there_is_no_terminal(runs
         assert any(map(told.match, lines)), stage
 
 
-def test_speculation_changes_no_greedy_answer(runs):
-    told = figures(runs[0])
+def test_speculation_changes_no_greedy_answer(run):
+    told = figures(run[0])
     for one in (told, told["before"]):
         assert one["identical"] is True
         assert one["num_identical"] == one["num_pairs"] == 4
 
 
-def test_both_heads_are_measured_on_the_same_prompts(runs):
-    first, _, output = runs
+def test_both_heads_are_measured_on_the_same_prompts(run):
+    first, output = run
     lines = first.stdout.splitlines()
     assert any("general head" in line and "adapted head" in line for line in lines)
     (identical,) = [line for line in lines if line.startswith("│ identical")]
@@ -108,9 +102,12 @@ def test_both_heads_are_measured_on_the_same_prompts(runs):
     assert train["inputs"]["start"]["identity"] == evaluation["inputs"]["against"]["identity"]
 
 
-def test_it_says_which_commands_do_this_for_a_model_of_ones_own(runs):
-    first, _, output = runs
+def test_it_says_which_commands_do_this_for_a_model_of_ones_own(run):
+    first, output = run
     page = Path(figures(first)["report"]).read_text(encoding="utf-8")
+    for loads in ("src=", "<link"):  # the page needs no other file
+        assert loads not in page
+    assert "<svg" in page
     serve = "eyas serve --target MODEL --head out/mine/export-*/sglang"
     for command in ("eyas plan mine.yaml", "eyas run mine.yaml", serve):
         assert f"\n{command}" in first.stdout
@@ -127,10 +124,16 @@ def test_without_its_model_the_demo_says_the_one_command_and_leaves_nothing(tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The run files that the command runs."""
+    contents = []
+    monkeypatch.setattr(demo_command, "run", lambda content, *_, **__: contents.append(content))
+    return contents
+
+
 @pytest.mark.parametrize("quick", [True, False])
-def test_from_nothing_is_the_same_run_without_a_start(quick, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(demo_command, "run", lambda content, *_, **__: asked.append(content))
+def test_from_nothing_is_the_same_run_without_a_start(quick, tmp_path, asked):
     for from_nothing in (False, True):
         demo_command.command(quick, from_nothing, str(tmp_path))
     adapted, new = (validated(RunConfig, content, "demo") for content in asked)
@@ -140,9 +143,9 @@ def test_from_nothing_is_the_same_run_without_a_start(quick, tmp_path, monkeypat
     assert adapted.model_dump(exclude={"train"}) == new.model_dump(exclude={"train"})
 
 
-def test_a_processor_without_bfloat16_multiplies_the_file_s_own_blocks(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(demo_command, "run", lambda content, *_, **__: asked.append(content))
+def test_a_processor_without_bfloat16_multiplies_the_file_s_own_blocks(
+    tmp_path, monkeypatch, asked
+):
     for features in ({"avx2", "avx512_bf16"}, {"avx2"}):
         monkeypatch.setattr(demo_command, "processor_features", lambda of=features: of)
         demo_command.command(output=str(tmp_path))
@@ -150,36 +153,23 @@ def test_a_processor_without_bfloat16_multiplies_the_file_s_own_blocks(tmp_path,
     assert (precise, blocks) == (("bfloat16",) * 2, ("auto",) * 2)
 
 
-def test_the_report_is_one_file_that_needs_nothing_else(runs):
-    page = Path(figures(runs[0])["report"]).read_text(encoding="utf-8")
-    assert "<svg" in page
-    assert "src=" not in page
-    assert "<link" not in page
-
-
-def test_the_ledger_found_what_was_planted(runs):
-    prompts = next(runs[2].glob("prompts-*"))
+def test_the_ledger_found_what_was_planted(run):
+    prompts = next(run[1].glob("prompts-*"))
     ledger = json.loads((prompts / "ledger.json").read_text())
     assert ledger["rows_in"] == ledger["rows_out"] + sum(ledger["dropped"].values())
     assert json.loads((prompts / "manifest.json").read_text())["counts"]["masked"] > 0
 
 
-def test_the_head_leads_back_to_its_source_and_licence(runs):
-    command = [
-        sys.executable,
-        "-m",
-        "eyas.cli.main",
-        "lineage",
-        str(next(runs[2].glob("export-*"))),
-    ]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_the_head_leads_back_to_its_source_and_licence(run):
+    shown = run_eyas("lineage", next(run[1].glob("export-*"))).stdout
     assert "source demo: CC0-1.0" in shown
     assert all(stage in shown for stage in ("export", "train", "capture", "generate", "prompts"))
 
 
-def test_the_second_run_skips_and_says_so(runs):
-    first, second, output = runs
-    assert second.returncode == 0, second.stderr
+def test_the_second_run_skips_and_says_so(run):
+    first, output = run
+    second = run_eyas("demo", "--quick", "--output", output)
+    assert second.exit_code == 0, second.stderr
     for stage in STAGES:
         assert f"{stage:<9} done already, skipped: {output}/{stage}-" in second.stderr
     before, after = figures(first), figures(second)

@@ -1,4 +1,4 @@
-"""Launch commands: what SGLang and vLLM are started with, word by word."""
+"""The launch commands of engines, word by word."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import pytest
 
 from eyas.export.engines import Launch
 
-LAUNCH = Launch(
-    "my models/8B",
-    num_draft_steps=3,
-    tree_topk=4,
-    num_verify_tokens=12,
-    dtype="bfloat16",
-    max_length=8192,
-)
+LAUNCH = Launch("my models/8B", 3, 4, 12, dtype="bfloat16", max_length=8192)
 
 
 def words(command: str) -> list[str]:
@@ -59,11 +52,8 @@ def test_vllms_command():
         *("--max-model-len", "8192"),
         "--speculative-config",
     ]
-    assert json.loads(speculation) == {
-        "method": "eagle3",
-        "model": "./vllm",
-        "num_speculative_tokens": 3,
-    }
+    wanted = {"method": "eagle3", "model": "./vllm", "num_speculative_tokens": 3}
+    assert json.loads(speculation) == wanted
 
 
 def test_openvinos_conversion():

@@ -42,18 +42,9 @@ def test_a_line_says_how_far_how_fast_and_how_long_still(lines):
     assert any("/s, 0:00:0" in line and line.endswith("loss 1.02") for line in lines())
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (4120, "4.12 kB"),
-        (5.368e9, "5.37 GB"),
-        (2e15, "2e+03 TB"),
-    ],
-)
-def test_sizes_have_a_unit_that_fits(size, text):
-    assert log.size_text(size) == text
+def test_sizes_have_a_unit_that_fits():
+    texts = "0 bytes, 999 bytes, 4.12 kB, 5.37 GB, 2e+03 TB"
+    assert ", ".join(map(log.size_text, (0, 999, 4120, 5.368e9, 2e15))) == texts
 
 
 def test_a_resumed_stage_counts_its_rate_from_where_it_began():

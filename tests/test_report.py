@@ -1,4 +1,4 @@
-"""The report: one file that needs no other, with every part that was given and no other part."""
+"""The report: one file that needs no other, with the given parts."""
 
 from __future__ import annotations
 
@@ -32,15 +32,9 @@ from tests.browser import framed, needs_chromium
 from tests.page_tags import Tags
 
 EVALUATION = {"tau": 2.5, "acceptance_by_position": [0.7, 0.6, 0.5], "assumes": "greedy answers"}
-DROPPED = {"too long": 30, "duplicate": 70}
-LEDGER = {
-    "rows_in": 1300,
-    "rows_out": 1200,
-    "dropped": DROPPED,
-    "rows_masked": 12,
-    "masked": {"EMAIL_ADDRESS": 12},
-    "sources": {"demo": {"rows_in": 1300, "rows_out": 1200, "dropped": DROPPED}},
-}
+ROWS = {"rows_in": 1300, "rows_out": 1200, "dropped": {"too long": 30, "duplicate": 70}}
+MASKED = {"rows_masked": 12, "masked": {"EMAIL_ADDRESS": 12}}
+LEDGER = {**ROWS, **MASKED, "sources": {"demo": ROWS}}
 
 
 def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=("",), **fields):
@@ -161,16 +155,13 @@ def test_of_three_arms_one_has_the_headline_and_all_are_in_the_table():
     assert "| general head | 1 at a time |" in table
 
 
-def test_a_slowdown_and_a_difference_are_in_the_headline():
+def test_a_slowdown_a_difference_and_answers_of_one_token_are_in_the_headline():
     bench = summary()
     for compared in bench["comparisons"]:
         compared.update(speedup=0.8, speedup_interval=(0.7, 0.9), identical=5)
     page = render(Contents(bench))
     assert "time per token (TPOT) slower, 0.80 times as fast (0.70 to 0.90)" in page
     assert "3 of 8 answers were not the same." in page
-
-
-def test_answers_without_a_second_token_leave_dashes():
     page = render(Contents(summary(tokens=1)))
     assert "is certain: time per token (TPOT) not known; throughput 1.00 to 1.00" in page
 
@@ -340,6 +331,4 @@ def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, whole):
     widths = (390, 1280)
     found = framed(tmp_path, whole, widths)
     assert sorted(one[1] for one in found) == sorted(widths)
-    for wide, window, small in found:
-        assert wide <= window
-        assert small == 0
+    assert all(wide <= window and small == 0 for wide, window, small in found)

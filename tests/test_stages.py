@@ -1,7 +1,7 @@
-"""The contract of every stage: a folder is claimed for one work, work that is done is not done
-again, work that was killed is resumed to the same bytes, and an object store holds the same files.
+"""The contract of every stage: a folder is claimed for one work, finished work is not repeated,
+killed work is resumed to the same bytes, and an object store holds the same files.
 
-A stage more is one row of `STAGES`.
+A new stage is a row of `STAGES`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ NUM_PROMPTS = 24
 
 @dataclass(frozen=True)
 class Stage:
-    """run: does the work into an artifact; its `change` makes it other work. differs: files whose
-    bytes another run may change, as they hold times.
-    """
+    """run: works into an artifact; `change` makes it other work. differs: files with times."""
 
     name: str
     run: Callable[[World, Artifact, int, Track], Manifest]
@@ -130,15 +128,12 @@ def stage(request) -> Stage:
 
 
 def contents(artifact: Artifact, stage: Stage) -> dict[str, str]:
-    """The checksums in the manifest, by file, of those that do not differ; each is checked."""
+    """The checksums of files that do not differ; all are checked."""
     files = artifact.manifest(stage.name).files
     for name in files:
         artifact.read(name)  # raises for another checksum
-    return {
-        name: file.sha256
-        for name, file in files.items()
-        if not name.startswith(stage.differs or "/")
-    }
+    different = stage.differs or "/"
+    return {name: one.sha256 for name, one in files.items() if not name.startswith(different)}
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -207,13 +202,9 @@ def killed_before_write(world: World, stage: Stage, output: Artifact, number: in
 
 
 def test_killed_work_is_not_read_as_whole_and_is_resumed_to_the_same_bytes(world, stage, tmp_path):
-    """Before each of its writes, the first (the claim) and the last (the done marker) among them;
-    of many, before some.
-    """
-    whole, written = (
-        getattr(world, stage.name),
-        list(writes(world, stage, Artifact(f"{tmp_path}/w"))),
-    )
+    """Killed before the claim, the next write, one in the middle, the manifest, the marker."""
+    whole = getattr(world, stage.name)
+    written = list(writes(world, stage, Artifact(f"{tmp_path}/w")))
     assert (written[0], written[-2:]) == (IDENTITY, [MANIFEST, DONE])
     last = len(written) - 1
     for number in sorted({0, 1, last // 2, last - 1, last}):
@@ -259,7 +250,6 @@ def test_an_object_store_holds_the_same(world, stage, tmp_path):
     [(TypeError, 1), (KeyError, 1), (FileNotFoundError, 1), (ConnectionError, 3), (OSError, 3)],
 )
 def test_a_store_is_asked_again_for_an_outage_alone(monkeypatch, error, asked):
-    """A mistake in the code was once retried for a minute and reported as an outage."""
     monkeypatch.setattr("eyas.stores.FIRST_PAUSE_S", 0.0)
     calls = []
 

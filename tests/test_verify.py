@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+from itertools import product
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
-"""The wheel: it carries every variant for this kind of machine, and serves without a compiler. The
-source archive holds the same sources, and a package index takes both.
+"""The wheel has every variant for this kind of machine, and serves without a compiler; the source
+archive holds the same sources.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory) -> Path:
-    """The library of this process is said to be each variant, in place of compiling them all."""
+    """This process's library stands for every variant."""
     compiler = variants.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

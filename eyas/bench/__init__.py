@@ -1,3 +1,1 @@
-"""The benchmark: any OpenAI-compatible server, measured over HTTP, and the report of a whole
-pipeline.
-"""
+"""Any OpenAI-compatible server measured over HTTP, and the report."""

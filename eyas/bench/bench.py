@@ -1,13 +1,11 @@
-"""The benchmark: the same prompts to every arm, block by block in turn, so that a busy minute hits
-all arms alike.
+"""The benchmark: the same prompts to every arm (a way to ask), block by block in turn, so that a
+busy minute hits all arms alike.
 
     concurrency c   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...
                     up to 4c prompts a block, c at a time
     rate r          the same, but requests are sent at given times, the same for every arm
 
-An arm is a way to ask: with or without speculation, at one server or another. At every load each
-arm has its own cache salt, where its server takes one, so that no arm finds the prompts of another
-in the cache.
+At every load each arm has its own cache salt, where its server takes one.
 """
 
 from __future__ import annotations
@@ -51,9 +49,9 @@ from eyas.settings import Flag, Settings
 from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
-BLOCK = 4  # prompts a slot: enough to fill the slots, few, so that a busy minute hits all arms
-SALTED = ("eyas", "vllm")  # kinds that take the field cache_salt, and share no prefix between salts
-TIMEOUT_S = 300.0  # between two pieces of an answer, with the wait in a long queue
+BLOCK = 4  # prompts a slot
+SALTED = ("eyas", "vllm")  # kinds that take the field cache_salt
+TIMEOUT_S = 300.0  # between two pieces of an answer, which may wait in a long queue
 T = TypeVar("T")
 
 
@@ -103,17 +101,15 @@ class BenchConfig(Settings):
         return closed + [RequestLoad(rate=rate) for rate in self.rates]
 
     def num_at(self, load: RequestLoad) -> int:
-        """Prompts for one load: at least two blocks of two for each slot."""
+        """Prompts for one load: at least two blocks of two a slot."""
         return max(self.num_prompts, 4 * load.concurrency)
 
     def is_salted(self, arm: str, facts: ServerFacts) -> bool:
-        """Whether an arm asks under salts of the benchmark."""
+        """Whether an arm gets a salt."""
         return facts.kind in SALTED and "cache_salt" not in self.arms[arm].fields
 
     def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm. All arms have the same seed for a prompt; one seed
-        for all prompts would correlate their draws.
-        """
+        """The request of one prompt to one arm. All arms have the same seed for a prompt."""
         body = {
             "model": model,
             "messages": list(task.messages),
@@ -129,7 +125,7 @@ class BenchConfig(Settings):
 
 
 def bench_identity(config: BenchConfig, served: Mapping[str, Manifest]) -> str:
-    """The identity of a benchmark, known before any server runs."""
+    """The identity of a benchmark; needs no server."""
     return identity("bench", _described(config, served), served)
 
 
@@ -141,13 +137,13 @@ def bench(
 ) -> Manifest:
     """Measure all arms at all loads into rows.jsonl (one request a row) and summary.json.
 
-    served: the manifests of what the server runs (target, head), which enter the identity in place
-    of the server's address. Raises MissingInputError (no server), MismatchError (arms that did not
-    do the same work), EyasError (no request of an arm succeeds); the last two after rows.jsonl.
+    served: the manifests of what the server runs (target, head); in the identity they replace the
+    server's address. Raises MissingInputError (no server), MismatchError (arms that did other
+    work), EyasError (an arm without an answer); the last two after rows.jsonl.
     """
     served = served or {}
     tasks = _read(config)
-    # Servers are asked first: a wrong address must not claim the folder.
+    # before the folder is claimed: the address may be wrong
     facts = {} if output.is_done() else _run(_ask_servers(config))
     with output.begun(bench_identity(config, served)) as is_work:
         if is_work:
@@ -174,9 +170,8 @@ def _bench(
     differences = run.differences()
     cut = {task.prompt_id for task in tasks if task.has_later_turns}
     engines = {arm: one.engine for arm, one in facts.items()}
-    is_greedy = config.temperature == 0
     summary = {
-        **summarise(run.rows, list(config.arms), is_greedy, run.counted, engines),
+        **summarise(run.rows, list(config.arms), config.temperature == 0, run.counted, engines),
         "differences": differences,
         "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
         "compared_anyway": config.compare_anyway,
@@ -192,17 +187,12 @@ def _bench(
         "failed": sum(not row.is_answered for row in run.rows),
         "prompts": len({row.prompt_id for row in run.rows}),
     }
-    return output.finish(
-        "bench",
-        _described(config, served),
-        served,
-        counts,
-        facts={"comparisons": summary["comparisons"]},
-    )
+    compared = {"comparisons": summary["comparisons"]}
+    return output.finish("bench", _described(config, served), served, counts, compared)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; in a notebook, where a loop already runs, by another thread."""
+    """The coroutine's result; by another thread in a notebook, where a loop already runs."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -212,7 +202,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The part of the config that enters the identity, with the prompts' content for their path."""
+    """The part of the config in the identity, with the prompts' content for their path."""
     described = config.model_dump(mode="json", exclude={"prompts", "compare_anyway"})
     if served:
         del described["url"]
@@ -222,9 +212,7 @@ def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str,
 
 
 def _read(config: BenchConfig) -> list[Task]:
-    """The tasks of the heaviest load, and others to warm up with. Raises ConfigError for fewer than
-    are asked at a time.
-    """
+    """The tasks of the heaviest load, and others to warm up with."""
     num_warm_up = max(load.num_warm_up for load in config.loads)
     num_tasks = max(map(config.num_at, config.loads)) + num_warm_up
     tasks = read_tasks(config.prompts, num_tasks, config.seed)
@@ -237,9 +225,6 @@ def _read(config: BenchConfig) -> list[Task]:
 
 
 async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
-    """The facts of each arm's server. Raises MissingInputError, EyasError, MismatchError (different
-    precisions).
-    """
     facts: dict[str, ServerFacts] = {}
     for name, arm in config.arms.items():
         async with Client(arm.url or config.url, TIMEOUT_S) as client:
@@ -272,7 +257,7 @@ async def _measure(
 
 
 class BenchRun:
-    """The rows of a benchmark in the order of requests, and the servers' counters at each load."""
+    """The rows of a benchmark in the order of requests, and the servers' counts by arm and load."""
 
     def __init__(
         self, config: BenchConfig, facts: Mapping[str, ServerFacts], clients: Mapping[str, Client]
@@ -290,7 +275,7 @@ class BenchRun:
             size = max(2 * load.concurrency, min(BLOCK * load.concurrency, size))
         for block, start in enumerate(range(0, len(tasks), size)):
             some = tasks[start : start + size]
-            first = block % len(arms)  # another arm is first in each block
+            first = block % len(arms)
             for arm in arms[first:] + arms[:first]:
                 client, bodies = self._clients[arm], self._bodies(arm, some, salts[arm])
                 before = await read_counters(client)
@@ -335,9 +320,7 @@ class BenchRun:
         return found
 
     async def warm_up(self, load: RequestLoad, tasks: Sequence[Task]) -> None:
-        """Ask all arms, count nothing. Raises MismatchError if the arms do not read the same
-        prompts.
-        """
+        """Ask all arms, count nothing. Raises MismatchError for arms that read other prompts."""
         replies = {}
         for arm, client in self._clients.items():
             bodies = self._bodies(arm, tasks, secrets.token_hex(8))
@@ -373,7 +356,7 @@ async def _ask_all(
             return await client.stream(body)
 
     async with asyncio.TaskGroup() as group:
-        asked = [
+        answers = [
             group.create_task(ask(body, at_s)) for body, at_s in zip(bodies, times_s, strict=False)
         ]
-    return [one.result() for one in asked]
+    return [one.result() for one in answers]

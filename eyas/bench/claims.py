@@ -1,10 +1,8 @@
-"""What may be quoted from a benchmark, and the sentence that says it. Pure functions of
-summary.json.
+"""What may be quoted from a benchmark's summary.json, and the sentence that says it.
 
-A ratio is claimed where its interval does not contain 1. An interval needs LEAST_TURNS turns of
-each arm, because a busy minute hits whole turns (eyas/tau.py). An arm that did not draft has no
-speed-up by its head. A claim also names the p90 and p99 that got worse, since medians may improve
-where tails get worse.
+A ratio is claimed where its interval does not contain 1; an interval needs LEAST_TURNS turns of
+each arm. An arm that did not draft has no speed-up. A claim also names the p90 and p99 that got
+worse.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def not_drafting(compared: Row) -> str:
-    """What to say in place of a speed-up by the head; "" for an arm with a tau."""
+    """The remark in place of a speed-up; "" for an arm with a tau."""
     if compared["tau"] is not None:
         return ""
     if compared["tokens_per_forward"] is not None:
@@ -37,7 +35,7 @@ def not_drafting(compared: Row) -> str:
 
 
 def is_plain(compared: Row) -> bool:
-    """Whether the server reports that the arm hardly drafted: its ratios are noise."""
+    """Whether the arm hardly drafted, by its server's report: its ratios are noise."""
     return (
         compared["same_engine"]
         and compared["tau"] is None
@@ -46,24 +44,22 @@ def is_plain(compared: Row) -> bool:
 
 
 def is_certain(interval: Interval | None) -> bool:
-    """Whether a ratio with this interval is not 1, in the two digits that are shown."""
+    """Whether the interval excludes 1, in the two digits that are shown."""
     return interval is not None and not round(interval[0], 2) <= 1 <= round(interval[1], 2)
 
 
 def too_few(compared: Row) -> str:
-    """Why no ratio of so few turns is claimed; "" where there are enough."""
+    """Why no ratio of so few turns is claimed, or ""."""
     turns = compared["num_turns"]
     if turns >= LEAST_TURNS:
         return ""
-    counted = (
-        f"{compared['num_pairs']} answers of each in {turns} {'turn' if turns == 1 else 'turns'}"
-    )
+    counted = f"{compared['num_pairs']} answers of each in {turns} turn{'s' * (turns != 1)}"
     return f"{counted}, and below {LEAST_TURNS} turns chance alone may look like a difference"
 
 
 def quotable(compared: Row) -> dict[str, Any]:
-    """A comparison for quotation: an uncertain ratio is None, its interval stays, and `note` gives
-    the reason. Without drafts ratios are noise, whatever their intervals.
+    """A comparison in which an uncertain ratio is None and `note` gives the reason; its interval
+    stays. Without drafts all ratios are noise.
     """
     claimed = dict(compared)
     if note := not_drafting(compared):
@@ -80,12 +76,12 @@ def quotable(compared: Row) -> dict[str, Any]:
 
 
 def load_of(row: Row) -> str:
-    """The load of a result or comparison."""
+    """The load of a result or comparison, as shown."""
     return str(RequestLoad(row.get("concurrency", 0), row.get("rate")))
 
 
 def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the first load: the fewest requests at a time, if there are any."""
+    """The rows of the first load."""
     return [row for row in rows if load_of(row) == load_of(rows[0])]
 
 
@@ -110,8 +106,8 @@ def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
 
 
 def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
-    """The headline: model, machine and load; TPOT, throughput and end to end; tails that got worse;
-    differences between the arms.
+    """Model, machine and load; TPOT, throughput and end to end; tails that got worse; differences
+    between the arms.
     """
     where = place(bench, compared)
     both = f"{compared['arm']} and {compared['baseline']}"
@@ -130,13 +126,13 @@ def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
     over = f"{where}, {compared['num_pairs']} answers of each: "
     if any(is_certain(compared[f"{name}_interval"]) for name in RATIOS):
         over += f"{compared['arm']} against {compared['baseline']}, "
-        said = [f"{name} {in_words(compared, key, how)}" for key, (name, how) in MEANINGS.items()]
-        said += [_worse(baseline, arm), _above_tau(compared)]
+        parts = [f"{name} {in_words(compared, key, how)}" for key, (name, how) in MEANINGS.items()]
+        parts += [_worse(baseline, arm), _above_tau(compared)]
     else:
         over += f"no difference between {both} is certain: "
-        said = [f"{name} {_within(compared, key)}" for key, (name, _) in MEANINGS.items()]
-    said += [_slower_elsewhere(bench, compared), *_unlike(bench, compared, baseline, arm)]
-    return f"{over}{'; '.join(filter(None, said))}."
+        parts = [f"{name} {_within(compared, key)}" for key, (name, _) in MEANINGS.items()]
+    parts += [_slower_elsewhere(bench, compared), *_unlike(bench, compared, baseline, arm)]
+    return f"{over}{'; '.join(filter(None, parts))}."
 
 
 def in_words(compared: Row, ratio: str, how: str) -> str:
@@ -216,8 +212,8 @@ def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]
 
 
 def headline_figures(bench: Row, arm: str) -> dict[str, Any]:
-    """An arm's headline for the last line of JSON. Times are medians; an unclaimed ratio is None.
-    identical: whether all pairs of greedy answers are; None for sampled answers.
+    """An arm's headline as JSON. Times are medians; an unclaimed ratio is None. identical: whether
+    all greedy answers are; None for sampled ones.
     """
     (head,) = headlines(bench, arm)
     compared, same = head["compared"], head["compared"]["identical"]

@@ -1,4 +1,4 @@
-"""The machine that a measurement ran on, as far as a reader needs it to judge a figure."""
+"""The machine that a measurement ran on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from eyas.cores import cores, processor
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15
-    min) right now.
-    """
+    """Processor, usable cores, memory (GiB), system, and the load averages (1, 5, 15 min)."""
     return {
         "processor": processor() or platform.machine(),
         "cores": cores(),

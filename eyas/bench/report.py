@@ -1,5 +1,5 @@
 """The report of a benchmark and its pipeline: an HTML page that needs no other file, and its main
-table as Markdown and on the terminal. Reads the JSON of the stages.
+table as Markdown and on the terminal.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CHARTS = (  # key of a result or comparison, label, note
     ("speedup", "times as fast", "Median TPOT of the baseline over that of the arm."),
 )
 BUSY = 1.2  # load average per core above which something else is running
-# A path that is absolute or leads out of the working folder, up to its last name; within quotes or
-# as the whole text with spaces. No URL, and no endpoint of an API.
+# A path that is absolute or leads out of the working folder, up to its last name; with spaces in
+# quotes or as the whole text. No URL, and no endpoint of an API.
 FOLDERS = re.compile(
     r"^(?:file://|~|\.\.)?/(?!v1/)(?:(?!://)[^\n'\"])*/(?=[^\s/]+$)"
     r"|(?P<quote>['\"])(?:file://)?[~/](?!v1/)[^'\"]*/(?=[^'\"/]*(?P=quote))"
@@ -48,8 +48,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a report shows. bench: summary.json. evaluation: eval.json. ledger: ledger.json.
-    manifest: the benchmark's, whose inputs give the lineage. arm: of the headline; None: every arm.
+    """bench: summary.json. evaluation: eval.json. ledger: ledger.json. manifest: the benchmark's,
+    for the lineage. arm: of the headline; None: every arm.
     """
 
     bench: Row
@@ -62,7 +62,7 @@ class Contents:
 
 
 def without_folders(value: Any) -> Any:
-    """JSON with file names in place of this machine's paths: reports are published."""
+    """JSON with file names in place of this machine's paths, for publication."""
     if isinstance(value, str):
         return FOLDERS.sub(lambda found: found["quote"] or "", value)
     if isinstance(value, Mapping):
@@ -122,8 +122,7 @@ def render(contents: Contents) -> str:
         ledger=contents.ledger,
         fates=fates(contents.ledger) if contents.ledger else [],
         stages=stages,
-        # heads that are started from are sources too, but none of prompts
-        sources=[
+        sources=[  # of prompts; a head that training starts from is a source too
             one for made in stages if made.stage == "prompts" for one in lineage.read_by(made)
         ],
         machine=machine,
@@ -139,17 +138,13 @@ def table_rows(bench: Row) -> list[tuple[str, ...]]:
     rows = []
     for row in bench["results"]:
         pair = compared.get((row["arm"], load_of(row)), dict.fromkeys([*RATIOS, "identical"]))
+        same = pair["identical"]
         cells = (
-            row["arm"],
-            load_of(row),
-            *(ratio_cell(pair, one) for one in RATIOS),
-            "–" if pair["identical"] is None else f"{pair['identical']} of {pair['num_pairs']}",
-            str(row["num_failed"]),
-            _within(row["tau"], row["tau_interval"]),
-            _median(row["tpot_ms"]),
+            *(row["arm"], load_of(row), *(ratio_cell(pair, one) for one in RATIOS)),
+            *("–" if same is None else f"{same} of {pair['num_pairs']}", str(row["num_failed"])),
+            *(_within(row["tau"], row["tau_interval"]), _median(row["tpot_ms"])),
             _within(row["throughput_tps"], row["throughput_tps_interval"], 0),
-            _median(row["ttft_ms"], 1),
-            number((row["ttft_ms"] or {}).get("p99"), 0),
+            *(_median(row["ttft_ms"], 1), number((row["ttft_ms"] or {}).get("p99"), 0)),
             _median(row["e2e_ms"], 0),
         )
         rows.append(cells)
@@ -160,19 +155,15 @@ def task_rows(bench: Row) -> list[tuple[str, ...]]:
     """A row of TASK_COLUMNS per task, arm and load."""
     return [
         (
-            row["category"] or "–",
-            row["arm"],
-            load_of(row),
-            str(row["num_pairs"]),
-            ratio_cell(row, "speedup"),
-            number(row["tau"]),
+            *(row["category"] or "–", row["arm"], load_of(row), str(row["num_pairs"])),
+            *(ratio_cell(row, "speedup"), number(row["tau"])),
         )
         for row in bench["by_task"]
     ]
 
 
 def ratio_cell(row: Row, name: str) -> str:
-    """A ratio with its interval; a ratio that is not certain has no figure of its own."""
+    """A ratio with its interval; only the interval if it is not certain."""
     value = row[name]
     if value is None:
         return "–"
@@ -219,7 +210,7 @@ def show_table(bench: Row, arm: str | None = None) -> None:
 
 
 def notes(bench: Row) -> list[str]:
-    """What a reader must know to judge the figures."""
+    """The notes by which a reader judges the figures."""
     config, machine = bench["config"], bench["machine"]
     found = [
         f"{config['num_prompts']} prompts or more of {config['prompts']}, up to "
@@ -254,12 +245,12 @@ def notes(bench: Row) -> list[str]:
 
 
 def cut_note(num_cut_prompts: int) -> str:
-    """The note that only first turns of conversations were asked."""
+    """The note that only first turns were asked."""
     return f"First turns only: the later turns of {num_cut_prompts} conversations were not asked."
 
 
 def server_line(server: Row) -> str:
-    """A server's facts; version, precision and head are also named where they are unknown."""
+    """A server's facts in one line."""
     head = {True: "with a head", False: "without a head", None: "head unknown"}[server["has_head"]]
     length, fingerprint = server["max_length"], server["target_fingerprint"]
     parts = (
@@ -321,7 +312,7 @@ def _points(rows: Sequence[Row], load: str, key: str) -> list[Point]:
 
 
 def fates(ledger: Row) -> list[dict[str, Any]]:
-    """Kept rows, then each reason for a drop, most frequent first, with its share of the rows."""
+    """Kept rows, then each reason for a drop, the most frequent first, with shares of the rows."""
     dropped = sorted(ledger["dropped"].items(), key=lambda item: -item[1])
     counts = [("kept", ledger["rows_out"]), *dropped]
     rows_in = max(ledger["rows_in"], 1)

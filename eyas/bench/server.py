@@ -1,10 +1,8 @@
-"""A server's reports about itself over HTTP, its counters over a stretch of time, and whether two
-arms did the same work.
+"""A server's facts and counters over HTTP, and whether two arms did the same work.
 
-Reports differ: eyas has a model card, and its version in its OpenAPI document; SGLang /server_info;
-llama.cpp its model card's `meta`; vLLM its version and no precision. At /metrics eyas, vLLM and
-llama.cpp have the same names for speculation, each with its own prefix, and SGLang others
-(`drafts_of`).
+Facts are in eyas' model card and OpenAPI document, SGLang's /server_info, llama.cpp's card (`meta`)
+and vLLM's /version, which has no precision. Counters of speculation have the same names with other
+prefixes in eyas, vLLM and llama.cpp, and other names in SGLang (`drafts_of`).
 
 Differences between two arms are refused, unless the user insists, or only reported:
 
@@ -39,17 +37,17 @@ DTYPES = {
     "float": "float32",
     "f32": "float32",
 }
-# by name without prefix, of accepted tokens per position with that label: "..._total|0"
+# by name without prefix; of accepted tokens per position with that label: "..._total|0"
 Counters = dict[str, float]
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total|"
 SIZES = ("spec_num_steps", "spec_num_draft_tokens")  # SGLang's, of each of its schedulers
 REQUESTS = ("request_success_total", "num_requests_total")  # finished answers; SGLang's name
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# every answer makes one of them larger; llama.cpp's name of the first is the second
+# every answer raises one of them; the second is llama.cpp's name of the first
 ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
 HALVES = {"bfloat16", "float16"}  # SGLang's "auto" is one of them
-SETTLE_S = 0.05  # servers count an answer just after its last byte
+SETTLE_S = 0.05  # servers count an answer after its last byte
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters
 ALIKE = 0.5
@@ -72,14 +70,14 @@ class ServerFacts:
 
     @property
     def engine(self) -> str:
-        """Engine, version and host: between two of them a ratio is no speed-up by speculation."""
+        """Engine, version and host."""
         return (
             f"{' '.join(filter(None, (self.kind, self.version)))} at {urlsplit(self.url).hostname}"
         )
 
 
 async def ask_facts(client: Client) -> ServerFacts:
-    """Of a server and its first model. Raises MissingInputError (no server), EyasError."""
+    """Facts of a server and its first model. Raises MissingInputError (no server), EyasError."""
     try:
         card, *_ = await client.cards()
     except RequestFailure as failure:
@@ -118,7 +116,7 @@ async def ask_facts(client: Client) -> ServerFacts:
 
 
 def speculation_of(info: Mapping[str, Any]) -> str | None:
-    """How a server speculates, from SGLang's server_info."""
+    """Algorithm and sizes, from SGLang's server_info."""
     if not info.get("speculative_algorithm"):
         return None
     sizes = {"num_steps": "steps", "eagle_topk": "top-k", "num_draft_tokens": "draft tokens"}
@@ -133,7 +131,7 @@ def speculation_of(info: Mapping[str, Any]) -> str | None:
 def precision(
     own: Mapping[str, Any], meta: Mapping[str, Any], info: Mapping[str, Any]
 ) -> str | None:
-    """From eyas' part of a model card, llama.cpp's, or SGLang's server_info."""
+    """The precision in eyas' part of a model card, in llama.cpp's, or in SGLang's server_info."""
     dtype = (
         str(own.get("dtype") or meta.get("ftype") or info.get("dtype") or "")
         .lower()
@@ -148,13 +146,13 @@ def precision(
 
 
 async def read_counters(client: Client) -> Counters:
-    """The server's counters now; empty where it has no /metrics, or does not answer."""
+    """The server's counters; empty without /metrics or an answer."""
     return parse_metrics(await client.page("/metrics"))
 
 
 def parse_metrics(page: str) -> Counters:
-    """Prometheus' text format. Samples that differ in other labels than the position (engine,
-    model) are added up; of SIZES the largest is taken.
+    """Counters from Prometheus' text format, added up over all labels but the position; of SIZES
+    the largest.
     """
     found: Counters = {}
     for line in page.splitlines():
@@ -178,8 +176,8 @@ def is_restarted(before: Counters, after: Counters) -> bool:
 
 
 def counted_between(before: Counters, after: Counters) -> Counters:
-    """Counts from one reading to the next; gauges (no `_total`) as at the end. If the server
-    restarted, its counts since. Empty where a reading failed.
+    """Counts from one reading to the next, or since a restart; gauges (no `_total`) as at the end.
+    Empty where a reading failed.
     """
     if not before or not after:
         return {}
@@ -192,7 +190,7 @@ def counted_between(before: Counters, after: Counters) -> Counters:
 
 
 def add_counters(one: Counters, other: Counters) -> Counters:
-    """Two stretches as one; of gauges the later."""
+    """The sum of two stretches; of gauges the later."""
     summed = {
         name: value + one.get(name, 0.0) if "_total" in name else value
         for name, value in other.items()
@@ -203,8 +201,8 @@ def add_counters(one: Counters, other: Counters) -> Counters:
 def rounds_of(counted: Counters) -> dict[str, Any]:
     """The figures of a stretch's rounds, as far as counters give them.
 
-    nodes_mean: drafted tokens that the target judged per sample and round; 0: not known.
-    num_draft_steps: counted positions; eyas counts those that accepted at all.
+    nodes_mean: judged drafts per round; 0: not known. num_draft_steps: counted positions; eyas
+    counts those that accepted at all.
     """
     drafts, accepted, nodes = drafts_of(counted)
     found: dict[str, Any] = {}
@@ -229,9 +227,9 @@ def num_ended(counted: Counters) -> float:
 def drafts_of(counted: Counters) -> tuple[float, float, float]:
     """Rounds with drafts, accepted drafts, judged drafts.
 
-    SGLang counts rounds and tokens when an answer is over. The first token of an answer is the
-    prefill's, and every round adds one of the target. Tokens beyond the end of an answer are not
-    counted, so tau is slightly low. The gauge of the drafts' size is 0 until a round was logged.
+    SGLang counts rounds and tokens when an answer ends: one token of the prefill, one of the target
+    a round, and accepted drafts. Drafts beyond the end are not counted, so tau is slightly low. The
+    gauge of the drafts' size is 0 until a round was logged.
     """
     if (rounds := counted.get("spec_verify_calls_total", 0.0)) > 0:
         of_rounds = counted.get("generation_tokens_total", 0.0) - num_ended(counted)
@@ -252,15 +250,13 @@ def _object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference of an arm from its baseline; `refused` unless the user insists."""
-
     what: str
     text: str
     refused: bool
 
 
 def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Difference]:
-    """What differs in two servers' facts, or is not known."""
+    """Differences of two servers' facts, and facts that are not known."""
     if baseline.url == arm.url:
         return []
     found = []
@@ -281,7 +277,7 @@ def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Diff
 def differences_of_answers(
     pairs: Sequence[tuple[Reply, Reply]], is_greedy: bool
 ) -> list[Difference]:
-    """What differs in the answers of two arms to the same prompts."""
+    """Differences of two arms' answers to the same prompts."""
     if not pairs:
         return []
     found = []
@@ -315,7 +311,7 @@ def differences_of_answers(
 def check_comparable(
     arm: str, baseline: str, differences: Iterable[Difference], compare_anyway: bool
 ) -> None:
-    """Raises MismatchError for a difference that is refused, unless the user insists."""
+    """Raise MismatchError for refused differences, unless the user insists."""
     refused = [f"{one.what}: {one.text}" for one in differences if one.refused]
     if refused and not compare_anyway:
         raise MismatchError(

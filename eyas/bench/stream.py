@@ -1,9 +1,8 @@
 """A streamed answer, read from server-sent events of OpenAI's chat completions.
 
-Servers differ in: a first chunk with a role and no text; text under
-`reasoning_content` or `reasoning`; several tokens in a chunk, or several chunks in one read; usage
-in the last chunk, in every chunk, beside `choices: null`, or nowhere; llama.cpp's `timings` where
-there is no usage; comments that keep a connection alive; CRLF; errors as events.
+Servers differ: a first chunk with a role and no text; `reasoning_content` or `reasoning`; several
+tokens in a chunk, several chunks in a read; usage in the last chunk, in every chunk, beside
+`choices: null`, or nowhere; llama.cpp's `timings`; comments; CRLF; errors as events.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ TEXTS = ("reasoning_content", "reasoning", "content")  # in a delta, as a reader
 class Reply:
     """One answer. Times are ms since the request; with an `error`, all figures are zero.
 
-    accept_hist: from usage.eyas; tells_rounds: whether it is there. counted_by: what counted the
-    tokens, "usage", "timings", or "" (they are 0). num_accepted_drafts: llama.cpp's.
+    accept_hist: from usage.eyas, if tells_rounds. counted_by: "usage", "timings", or "" (no tokens
+    are counted). num_accepted_drafts: llama.cpp's.
     """
 
     ttft_ms: float = 0.0
@@ -43,7 +42,7 @@ class Reply:
 
 
 def read_reply(record: StreamRecord) -> Reply:
-    """The reply in a stream. The first token is timed by the first text, not by the first chunk."""
+    """The reply in a stream. The first text, not the first chunk, is the first token."""
     if record.error:
         return Reply(error=record.error)
     try:

@@ -1,21 +1,15 @@
-"""The summary of a benchmark's rows: a result per arm and load, a comparison of each arm with the
-baseline at the same load. Pure functions.
-
-A comparison is over the prompts that both arms answered:
+"""The summary of a benchmark's rows: a result per arm and load, and each arm's comparison with the
+baseline at the same load, over the prompts that both answered:
 
     speedup            median TPOT of the baseline / median TPOT of the arm
     throughput_ratio   output tokens per second of the arm / of the baseline
     e2e_speedup        median time of a whole answer of the baseline / of the arm
     identical          greedy only: prompts with the same text, token count and finish reason
 
-The intervals of the three ratios hold together with 95 %. They are computed from whole turns
-(blocks) of the arms, and are None below LEAST_TURNS turns.
-
-No speed-up above tau is reported: it is None, and `withheld` gives the reason. For an arm that
-hardly drafted, tau is None and a speed-up beyond measurement noise is withheld too.
-
-tau is tokens per round. tau_from is its source: "usage" (a histogram in every answer), "metrics"
-(the server's counters) or "timings" (llama.cpp's counts in every answer).
+The ratios' simultaneous 95 % intervals are over whole turns (blocks), None below LEAST_TURNS. A
+speed-up above tau is None, and `withheld` gives the reason; for an arm that hardly drafted tau is
+None, and a speed-up beyond noise is withheld too. tau_from is the source of tau: "usage" (a
+histogram in every answer), "metrics" (the server's counters) or "timings" (llama.cpp's).
 """
 
 from __future__ import annotations
@@ -44,8 +38,8 @@ from eyas.tau import (
     tokens_per_forward,
 )
 
-RARE = 0.3  # an arm whose rounds emit at most this share of its tokens decodes plainly
-NOISE = 1.1  # ratio of two arms that decode alike on a busy machine
+RARE = 0.3  # share of tokens from rounds up to which an arm decodes plainly
+NOISE = 1.1  # ratio of two equal arms on a busy machine
 RATIOS = ("speedup", "throughput_ratio", "e2e_speedup")
 
 
@@ -74,7 +68,7 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One request: its place in the run and its reply. started_s: from the start of the run."""
+    """One request and its reply. started_s: from the start of the run."""
 
     arm: str
     load: RequestLoad
@@ -102,7 +96,7 @@ class BenchRow:
         return max(self.reply.num_output_tokens - 1, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The row with the fields of its load and reply beside its own, and tpot_ms."""
+        """All fields, those of load and reply too, and tpot_ms, in one object."""
         row = asdict(self)
         return {**row.pop("load"), **row.pop("reply"), **row, "tpot_ms": self.tpot_ms}
 
@@ -116,8 +110,8 @@ def summarise(
 ) -> dict[str, list[dict[str, Any]]]:
     """`results`, `comparisons` and `by_task` of a run, closed loops first, by load.
 
-    The first arm is the baseline. counted: the servers' counters of each arm and load. engines:
-    engine and host of each arm. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
+    The first arm is the baseline. counted: servers' counters by arm and load. engines: engine and
+    host by arm. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
     """
     counted, engines = counted or {}, engines or {}
     baseline, *others = arms
@@ -183,7 +177,7 @@ def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, A
         found["tau_from"] = "usage"
         found["tokens_per_forward"] = tokens_per_forward(num_decoded, accept_hist)
         if num_emitted(accept_hist) <= RARE * num_decoded:
-            return found  # few rounds say nothing of an arm's speed
+            return found
         hists = [reply.accept_hist for reply in replies if sum(reply.accept_hist)]
         of_answers = [(num_emitted(hist), sum(hist)) for hist in hists]
         interval = bootstrap(of_answers, ratio_of_sums)
@@ -263,9 +257,8 @@ def _turns(
     arm: Sequence[BenchRow],
     pairs: Sequence[tuple[BenchRow, BenchRow]],
 ) -> list[np.ndarray]:
-    """The rows [n, 8] of each block of which both arms answered something: TPOT and e2e of a pair,
-    baseline and arm; in the first row also tokens and seconds of the arm's turn, and of the
-    baseline's. NaN: not known.
+    """The rows [n, 8] of each block: a pair's TPOTs and e2e times, baseline and arm; in the first
+    row also tokens and seconds of the arm's turn and of the baseline's. NaN: not known.
     """
     turns = []
     for block in sorted({row.block for _, row in pairs}):
@@ -284,9 +277,9 @@ def _turns(
 
 
 def most_possible(compared: Mapping[str, Any]) -> float | None:
-    """The largest speed-up that a head can give: tau, since a round costs at least a plain step;
-    for an arm that hardly drafted its tokens per forward, times NOISE. None against another engine,
-    or where the server reports no rounds.
+    """The largest possible speed-up by a head: tau, as a round costs at least a plain step; for an
+    arm that hardly drafted NOISE times its tokens per forward. None against another engine, or
+    where the server reports no rounds.
     """
     if not compared["same_engine"]:
         return None
@@ -297,8 +290,8 @@ def most_possible(compared: Mapping[str, Any]) -> float | None:
 
 
 def impossible(compared: Mapping[str, Any]) -> str | None:
-    """Why no head gives a comparison's speed-up: it is noise of few prompts, or another load on the
-    machine during one arm. None where a head may.
+    """Why a comparison's speed-up is noise of few prompts or of a busy machine; None if it is
+    possible.
     """
     speedup, most = compared["speedup"], most_possible(compared)
     if most is None or speedup is None or speedup <= most:
@@ -311,14 +304,13 @@ def impossible(compared: Mapping[str, Any]) -> str | None:
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:
-    blocks: dict[int, list[BenchRow]] = {}
+    begins_s: dict[int, float] = {}
+    ends_s: dict[int, float] = {}
     for row in answered:
-        blocks.setdefault(row.block, []).append(row)
-    ends_s = (
-        max(row.started_s + row.reply.e2e_ms / 1000 for row in block) for block in blocks.values()
-    )
-    begins_s = (min(row.started_s for row in block) for block in blocks.values())
-    return sum(ends_s) - sum(begins_s)
+        end_s = row.started_s + row.reply.e2e_ms / 1000
+        begins_s[row.block] = min(begins_s.get(row.block, row.started_s), row.started_s)
+        ends_s[row.block] = max(ends_s.get(row.block, end_s), end_s)
+    return sum(ends_s.values()) - sum(begins_s.values())
 
 
 def _throughput_tps(answered: Sequence[BenchRow]) -> float | None:
@@ -328,9 +320,7 @@ def _throughput_tps(answered: Sequence[BenchRow]) -> float | None:
 
 
 def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
-    """Bootstrap over requests: tokens of a request over its seconds, times the mean number of
-    running requests.
-    """
+    """Bootstrap over requests: their tokens / seconds, times the mean number of running ones."""
     requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
     interval = bootstrap(requests, ratio_of_sums)
     seconds = _busy_s(answered)

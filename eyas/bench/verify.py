@@ -1,13 +1,13 @@
-"""Is a server's speculation lossless? The same requests plainly and with it, token by token.
+"""Is a server's speculation lossless? Answers with it and without, token by token.
 
     greedy    plain, speculated, plain again   the third is the noise of the plain side itself
     seeded    plain, speculated                at a temperature, a seed for each prompt
     sampled   plain, speculated                where seeded tokens differ: many seeds of a few
                                                prompts, and a test of their distributions
 
-Two greedy answers are compared up to their first difference. There the plain side's logprobs judge:
-the order of a sum may decide a near-tie; any other token is wrong. Engines such as vLLM draw other
-tokens by a seed when they draft, so different draws alone are no fault.
+Greedy answers are compared up to their first difference. There the plain side's logprobs judge: the
+order of a sum may decide a near-tie; any other token is wrong. vLLM draws other tokens by a seed
+when it drafts, which is no fault.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from eyas.tau import num_accepted
 
 Token = int | str  # its id, or its text
 Drafts = tuple[float, float]  # drafted rounds or tokens, accepted drafts
-# A tie of logprobs: two last bits of a logit between 16 and 32; in float32 the effect of another
-# order of sums. An unknown precision gets the widest.
+# Logprobs within this are a tie: two last bits of a logit between 16 and 32; in float32 the effect
+# of another order of sums. An unknown precision gets the widest.
 WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "all f32": 0.001}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and ours
@@ -81,7 +81,7 @@ class VerifyConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """One answer. tops: logprobs of the likeliest tokens at each token; empty if not given."""
+    """One answer. tops: logprobs of the likeliest tokens at each place, or empty."""
 
     tokens: tuple[Token, ...]
     tops: tuple[Mapping[Token, float], ...]
@@ -133,8 +133,8 @@ def _name(entry: Mapping[str, Any]) -> Token:
 @dataclass(frozen=True, slots=True)
 class Parting:
     """The first difference of two answers. place: tokens before it. plain, speculated: the tokens
-    there, None behind an end. gap: of their logprobs at the plain side, a lower bound if the other
-    is not among its best. kind: tie, wrong, or unknown.
+    there, None after the end. gap: of their logprobs at the plain side, or a lower bound. kind:
+    tie, wrong, or unknown.
     """
 
     prompt_id: str
@@ -148,7 +148,7 @@ class Parting:
 def parting(
     prompt_id: str, plain: ServerAnswer, other: ServerAnswer, width: float
 ) -> Parting | None:
-    """None for equal answers. width: of logprobs that are a tie."""
+    """The first difference; None for equal answers. width: of logprobs that are a tie."""
     if (plain.tokens, plain.ending) == (other.tokens, other.ending):
         return None
     both = zip(plain.tokens, other.tokens, strict=False)
@@ -207,9 +207,9 @@ def compare(
 def p_value(
     plain: Sequence[ServerAnswer], other: Sequence[ServerAnswer], num_samples: int, seed: int
 ) -> float:
-    """A permutation test of two arms' distributions, exact for any counts. Each arm has num_samples
-    answers to each prompt in turn. The statistic is the sum of chi squares over prompts and places,
-    except the first place, which comes from the prefill and not from a draft.
+    """A permutation test of two arms' distributions. Each arm has num_samples answers to each
+    prompt in turn. The statistic is the sum of chi squares over prompts and places but the first,
+    which is never drafted.
     """
     rng = np.random.default_rng(seed)
     labels = np.repeat([1.0, 0.0], num_samples)
@@ -228,8 +228,8 @@ def p_value(
 
 @dataclass(frozen=True)
 class Verification:
-    """The findings. again: the plain side against itself. drafts: None if the server reports none.
-    seeded: None where nothing was drafted. p_value: None where seeded answers are equal.
+    """The findings. again: the plain side against itself. drafts: None if not reported. seeded:
+    None where nothing was drafted. p_value: None where seeded answers are equal.
     """
 
     servers: Mapping[str, ServerFacts]
@@ -244,7 +244,7 @@ class Verification:
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """EXACT, TIES ONLY, DIFFERENT or INCONCLUSIVE, and why."""
+        """EXACT, TIES ONLY, DIFFERENT or INCONCLUSIVE, and the reason."""
         greedy, of = self.greedy, f"of {self.greedy.num_answers} greedy answers"
         if self.drafts and not self.drafts[0]:
             return "INCONCLUSIVE", "nothing was drafted, so there is nothing to judge"
@@ -333,9 +333,8 @@ class Arm:
         tasks: Sequence[Task],
         numbers: range = range(1),
     ) -> tuple[list[ServerAnswer], Drafts | None]:
-        """Answers in order, to each task by a seed for each number, and their drafts: as reported
-        in the answers, else as the server counts, other clients' included; None if neither is
-        known.
+        """Answers in order, to each task by a seed for each number, and their drafts: by the
+        answers, else by the server's counters (with other clients'); None if neither is known.
         """
         before, slots = await read_counters(self.client), asyncio.Semaphore(config.concurrency)
         requests = list(product(tasks, numbers))
@@ -361,8 +360,8 @@ class Arm:
 
 async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet) -> tuple[str, str]:
     """Ask and compare: verdict and reason; report.md and VERIFICATION in `output`. Raises
-    ConfigError (no way to ask plainly), MismatchError (the plain server has another model),
-    MissingInputError (no server), EyasError.
+    ConfigError (no way to ask plainly), MismatchError (another model), MissingInputError (no
+    server), EyasError.
     """
     tasks = read_tasks(config.prompts, config.num_prompts, config.seed)
     async with AsyncExitStack() as stack:

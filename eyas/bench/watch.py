@@ -1,7 +1,6 @@
-"""A watch over production: whether a head's tau in servers' counters is that of its card.
+"""A watch over production: is a head's tau, by servers' counters, that of its card?
 
-In a window all servers together finish `requests` answers; tau is over all its rounds. The head is
-stale in a window where
+In a window all servers together finish `requests` answers. The head is stale in a window where
 
     tau_card - MARGIN * (tau_card - 1) - tau  >  z * sqrt(se_card^2 + sd^2 / n)
 
@@ -13,10 +12,9 @@ stale in a window where
                         were normally distributed; they are skewed, and nearly one in 100 was
                         measured, none without a loss (docs/production.md)
 
-Rounds of one answer are alike and no independent draws, so answers are counted: a long one once,
-short ones by their rounds. MARGIN allows for other prompts than the card's: a loss must also be
-worth a new head. docs/decisions/verdict.md has the measured rates; deploy/prometheus-rules.yaml the
-same formula.
+Answers are counted, as rounds of one answer are correlated: long ones once, short ones by rounds.
+MARGIN allows for other prompts than the card's. docs/decisions/verdict.md has measured rates;
+deploy/prometheus-rules.yaml the same formula.
 """
 
 from __future__ import annotations
@@ -45,20 +43,18 @@ from eyas.client import Client
 from eyas.errors import CorruptError, EyasError, MismatchError, MissingInputError
 from eyas.tau import Interval, acceptance_of_positions
 
-MARGIN = 0.1  # share of the accepted drafts per round: less is not worth a training run
+MARGIN = 0.1  # share of the accepted drafts per round; less is not worth a training run
 FALSE_ALARMS = 0.001  # share of windows, by a normal distribution
 Z = NormalDist().inv_cdf(1 - FALSE_ALARMS)
 LOST_S = 300.0  # longer than a server takes to load
-# Relative error of judged drafts per round: eyas counts drafts when they are judged, and rounds
-# when answers end, which differs by the running answers, a batch at most.
+# Relative error of judged drafts per round: eyas counts drafts at once, rounds when answers end.
 SIZE_APART = 0.25
-SEVERAL = 10  # answers without a round show that there is no head: few may be of one token each
+SEVERAL = 10  # answers without a round, by which there is no head; few may have one token each
 
 
 def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, Any]) -> CardTau:
-    """The card's figures for a server's size of drafts (`rounds_of` its counters): the nearest, or
-    a longer chain cut to its steps; else those of auto. The first for an unknown size. Raises
-    MismatchError.
+    """The card's figures for a server's size of drafts (`rounds_of` its counters): the nearest, a
+    longer chain cut, or auto; the first for an unknown size. Raises MismatchError.
     """
     own = at_temperature(figures, temperature)
     nodes, steps = rounds["nodes_mean"], rounds["num_draft_steps"]  # at least so many steps
@@ -85,9 +81,7 @@ def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class WatchWindow:
-    """The counts of all servers in one window, and the card. restarted, lost: addresses of servers
-    in this window.
-    """
+    """The counts of all servers in a window, and the card. restarted, lost: servers' addresses."""
 
     num_requests: int
     num_rounds: int
@@ -130,10 +124,9 @@ def window_of(
     counted: Mapping[str, Counters],
     since_start: Mapping[str, Counters],
 ) -> WatchWindow | None:
-    """The window, from servers' counters in it and since their start, by address. Servers without
-    drafts in the window are left out; None where none drafted. Raises EyasError where one never
-    drafted, CorruptError where one counts what cannot be, MismatchError for different sizes of
-    drafts, or a size that the card lacks.
+    """The window, from servers' counters in it and since their start, by address, without servers
+    that did not draft; None if none did. Raises EyasError (a server never drafted), CorruptError
+    (impossible counts), MismatchError (sizes of drafts differ, or are not on the card).
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
@@ -174,8 +167,8 @@ def window_of(
 
 
 def refuse_impossible(url: str, counted: Counters) -> None:
-    """Raises CorruptError for counters that no rounds of drafts have: not a number, below zero, or
-    more accepted than drafted.
+    """Raise CorruptError for counts that are no number, negative, or of more accepted drafts than
+    drafts.
     """
     read = {name: n for name, n in counted.items() if name.startswith(("spec_", *ONLY_UP))}
     impossible = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")
@@ -197,13 +190,12 @@ async def windows(
     requests: int,
     poll_s: float,
 ) -> AsyncIterator[WatchWindow | str]:
-    """Windows of at least `requests` answers, without an end; a line in place of one where no
-    server ended a request for LOST_S.
+    """Endless windows of at least `requests` answers; a line where no request ended for LOST_S.
 
-    Raises MismatchError for a temperature that the card lacks, MissingInputError where a server has
-    no counters at the start, or none answers for LOST_S; what `window_of` raises.
+    Raises MismatchError (a temperature that the card lacks), MissingInputError (a server without
+    counters at the start, or no answer for LOST_S), and what `window_of` raises.
     """
-    at_temperature(figures, temperature)  # now, and not after the first window
+    at_temperature(figures, temperature)  # raises before the first window
     last = dict(zip([one.url for one in clients], await _read(clients), strict=True))
     if silent := [url for url, counters in last.items() if not counters]:
         raise MissingInputError(

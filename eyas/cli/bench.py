@@ -69,15 +69,17 @@ def command(
     summary = measured.read_json("summary.json")
     show_table(summary)
     warnings = [cut_note(cut)] if (cut := summary["num_cut_prompts"]) else []
-    for one in summary["differences"]:
-        warnings.append(f"{one['arm']} and {one['baseline']}: {one['text']}")
+    differences = summary["differences"]
+    warnings += [f"{one['arm']} and {one['baseline']}: {one['text']}" for one in differences]
     for warning in warnings:
         console.out(warning, style="yellow", highlight=False)
     manifest = measured.manifest("bench")
     if made is not None:
         manifest = with_head(manifest, made, summary["servers"])
     commands = [shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), *_asked(config)]
-    contents = Contents(summary, None, ledger_of(manifest), manifest, commands)
+    ledgers = (one.facts.get("ledger") for one in lineage.stages(manifest))
+    ledger = next(filter(None, ledgers), None)  # of the prompts that made the head
+    contents = Contents(summary, None, ledger, manifest, commands)
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
@@ -85,7 +87,7 @@ def command(
 
 
 def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
-    """The arms that fit: two servers, one of eyas with and without its head, or one alone."""
+    """The arms: two servers, one of eyas with and without its head, or one alone."""
 
     async def facts_of(url: str) -> ServerFacts:
         async with Client(url, 30) as client:
@@ -113,9 +115,7 @@ def _asked(config: BenchConfig) -> list[str]:
 def with_head(
     manifest: Manifest, made: Manifest, servers: Mapping[str, Mapping[str, Any]]
 ) -> Manifest:
-    """A benchmark's manifest with its servers' head as an input. Raises MismatchError for a head of
-    another target.
-    """
+    """A benchmark's manifest with its servers' head as an input. Raises MismatchError."""
     targets = {
         stage.config["target_fingerprint"]
         for stage in lineage.stages(made)
@@ -127,9 +127,3 @@ def with_head(
             "--head was made for another target than the servers run", "give the head that they run"
         )
     return manifest.model_copy(update={"inputs": {**manifest.inputs, "head": made}})
-
-
-def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
-    """The ledger of prompts in an artifact's lineage, if any."""
-    ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
-    return next((ledger for ledger in ledgers if ledger), None)

@@ -78,12 +78,11 @@ def command(
             )
     except EyasError as error:
         if as_json:
-            said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
-            print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
+            failure = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
+            print(json.dumps({"head": head, "target": target, **failure}, ensure_ascii=False))
         raise
     reasons = list(why_findings(replayed)) if why else None
-    findings = verdict(findings, replayed, reasons)
-    findings = in_order([*findings, *leak])
+    findings = in_order([*verdict(findings, replayed, reasons), *leak])
     by = replayed_by(target)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
@@ -105,7 +104,6 @@ def _replayed(
 
 
 def _leak(head: str, target: str, features: str) -> CheckFinding:
-    """A warning where the whole interval of the membership AUC is above MOST_AUC."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("--leaks needs PyTorch", extra("train"))
     measured = importlib.import_module("eyas.evaluate.membership").membership
@@ -129,7 +127,7 @@ def report(
     replayed: Sequence[ReadingScore],
     why_not: str,
 ) -> dict[str, object]:
-    """All of it as JSON; `not_replayed` says why there are no readings."""
+    """The findings and readings as JSON; not_replayed: why there are no readings."""
     return {
         "head": head,
         "target": target,
@@ -174,7 +172,7 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> No
 
 
 def in_one_line(findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore], by: str) -> str:
-    """The verdict, with tau and the engines that it is for, or not. by: what runs the target."""
+    """The verdict, with tau and the engines that the head fits. by: what runs the target."""
     levels = [finding.level for finding in findings]
     counts = [f"{levels.count(level)} {level}s" for level in LEVELS[:2] if level in levels]
     tau = [f"tau {replayed[0].tau:.2f}"] if replayed else []

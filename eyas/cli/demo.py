@@ -17,8 +17,8 @@ QUICK_SETTINGS = Path(__file__).with_name("demo_quick.yaml")
 RUN_FILE = "run.yaml"  # a copy of SETTINGS, beside the results
 # New weights need more epochs, and the usual rate for their width.
 FROM_NOTHING = ("train.start=null", "train.epochs=4", "train.learning_rate=null")
-# Features that multiply bfloat16 in hardware; on other processors the file's own blocks are several
-# times as fast, and a round's rows cost little more than one.
+# Features that multiply bfloat16 in hardware; other processors are several times as fast with the
+# file's own blocks.
 HAS_BF16 = {"avx512_bf16", "bf16"}
 IN_BLOCKS = ("generate.dtype=auto", "serve.dtype=auto")
 

@@ -111,21 +111,19 @@ def _stores() -> list[Row]:
     free = shutil.disk_usage(".").free
     rows = [("file://", "yes", f"{free / 2**30:.1f} GiB free here")]
     for scheme, package in STORES.items():
-        here = importlib.util.find_spec(package) is not None
-        row = ("yes", package) if here else ("no", f"pip install {package}")
-        rows.append((scheme, *row))
+        lacks = importlib.util.find_spec(package) is None
+        rows.append((scheme, *(("no", f"pip install {package}") if lacks else ("yes", package))))
     return rows
 
 
 def _packaged() -> list[Row]:
     rows = []
-    for name, find in (
-        ("smollm2", smollm2_file),
-        ("smollm2's head", smollm2_head_folder),
-        ("built-in target", target_folder),
-        ("built-in head", head_folder),
-        ("demo prompts", demo_prompts),
-    ):
+    packaged = {
+        **{"smollm2": smollm2_file, "smollm2's head": smollm2_head_folder},
+        **{"built-in target": target_folder, "built-in head": head_folder},
+        "demo prompts": demo_prompts,
+    }
+    for name, find in packaged.items():
         try:
             rows.append((name, "yes", str(find())))
         except MissingInputError as error:

@@ -78,9 +78,9 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a head brings. tau: tokens per round, by the first tree at the first temperature or, of
-    features alone, by chains. tau_interval: 95 %, resampled by prompt; None for too few prompts.
-    accept_hist[a] counts the rounds that accepted a drafts. result: all of eval.json.
+    """tau: tokens per round, by the first tree at the first temperature or, with features alone, by
+    chains. tau_interval: 95 %, resampled by prompt; None for too few prompts. accept_hist[a] counts
+    the rounds that accepted a drafts. result: all of eval.json.
     """
 
     tau: float
@@ -102,25 +102,25 @@ def evaluate(
     """Measure a head on what it was not trained on, before a server runs it.
 
     head: a folder or URL in any form, a hub id, "smollm2". prompts: a file of JSON lines, as for
-    `eyas bench`, of which num_prompts are drawn; or a list (text, or messages), of which all are
-    asked. target: any name of the model; None: the one that the head was trained for. features:
-    output of `eyas capture`, for chains on its held-out answers. output: a folder or URL that keeps
-    eval.json. progress: on stderr. settings: EvalConfig's fields (docs/settings.md).
+    `eyas bench`, of which num_prompts are drawn; or a list of texts or conversations. target: any
+    name of the model; None: the one that the head was trained for. features: output of `eyas
+    capture`, for chains on its held-out answers. output: a folder or URL for eval.json. progress:
+    on stderr. settings: EvalConfig's fields (docs/settings.md).
 
-    Raises ConfigError, MissingInputError, EmptyInputError, and MismatchError for a head of another
-    target.
+    Raises ConfigError, MissingInputError, EmptyInputError, MismatchError (a head of another
+    target).
     """
     if prompts is not None and not isinstance(prompts, str | os.PathLike):
         settings = {"num_prompts": max(1, len(prompts)), **settings}
     config = validated(EvalConfig, settings, "eval")
     name = target_of(str(head)) if target is None else str(target)
-    asked = eval_prompts(prompts, config) if prompts is not None else ()
+    questions = eval_prompts(prompts, config) if prompts is not None else ()
     source = Features(Artifact(str(features)), "held_out") if features is not None else None
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory()) if output is None else str(output)
         artifact = Artifact(folder)
         track = stack.enter_context(stage("eval", artifact)) if progress else quiet
-        measure(config, name, str(head), artifact, source, asked, track)
+        measure(config, name, str(head), artifact, source, questions, track)
         result = artifact.read_json("eval.json")
     ends = result["tau_interval"]
     return Evaluation(result["tau"], ends and tuple(ends), result["accept_hist"], result)
@@ -129,9 +129,7 @@ def evaluate(
 def eval_prompts(
     prompts: str | os.PathLike[str] | Sequence[str | Messages], config: EvalConfig
 ) -> list[EvalPrompt]:
-    """The prompts that `eyas bench` draws from a file with the same number and seed, or those of a
-    list.
-    """
+    """Prompts of a list, or those that `eyas bench` draws from a file by the same seed."""
     if isinstance(prompts, str | os.PathLike):
         tasks = read_tasks(str(prompts), config.num_prompts, config.seed)
     else:
@@ -147,7 +145,7 @@ def judge(result: dict[str, Any], config: EvalConfig) -> None:
 
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:
-    """tau with its interval, in all and of each tree and temperature."""
+    """tau with its interval, of all and of each tree and temperature."""
     names = "speculation", "temperature", "tau", "tau_interval", "tau_ceiling", "expected_tau"
     return {
         "tau": result["tau"],
@@ -162,7 +160,7 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def eval_figures(result: dict[str, Any]) -> dict[str, Any]:
-    """For the last line of a run: tau of the first tree with its interval."""
+    """tau of the first tree with its interval, for a run's last line."""
     first = (result.get("trees") or [result])[0]
     return {"tau_eval": first["tau"], "tau_interval": first["tau_interval"]}
 
@@ -203,7 +201,7 @@ def show_table(result: dict[str, Any]) -> None:
         out.out(f"{what}: {way}")
     for name in ("source", "language"):
         parts = result[f"by_{name}"]
-        if len(parts) < 2:  # says what the whole says
+        if len(parts) < 2:
             continue
         table = Table(name, "tau", "95 %", "answers", "rounds")
         for value, one in parts.items():
@@ -220,12 +218,12 @@ def show_table(result: dict[str, Any]) -> None:
 
 
 def comparison_lines(result: dict[str, Any]) -> list[str]:
-    """The comparison with another head, for people: a line for all answers and for each source."""
+    """The comparison with another head: a line for all answers and one for each source."""
     head, changes = result.get("against_head"), result.get("against", {})
     return [
         f"against {head}, {'all answers' if source == ALL else source}: {described(one)}"
         for source, one in changes.items()
-        if source == ALL or len(changes) > 2  # one source says what all answers say
+        if source == ALL or len(changes) > 2
     ]
 
 

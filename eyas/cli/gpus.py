@@ -1,6 +1,4 @@
-"""The GPUs of `eyas run`: what the machine lacks for them, and servers of SGLang or vLLM
-that run while a stage needs them.
-"""
+"""The GPUs of `eyas run`: what the machine lacks, and servers of SGLang or vLLM."""
 
 from __future__ import annotations
 
@@ -37,12 +35,12 @@ from eyas.serve.server import ServeConfig
 from eyas.settings import Settings
 from eyas.train.trainer import TrainConfig
 
-SHARED = 0.88  # part of a GPU's memory for all servers on it
-FULL = 0.8  # part of the free memory for a process's weights; the rest is cache and graphs
+SHARED = 0.88  # of a GPU's memory, for all servers on it
+FULL = 0.8  # of the free memory, for weights; the rest is cache and graphs
 POLL_S, PATIENCE_S, STOP_S = 0.5, 1800.0, 90.0  # a large model loads for minutes
-LOG_TAIL = 2000  # characters shown of the log of a server that ended
-PR_SET_PDEATHSIG = 1  # prctl's option: the signal that a process gets when its parent ends
-# those that give the token ids of answers; SGLang gives hidden states from 0.5.23 on
+LOG_TAIL = 2000  # characters
+PR_SET_PDEATHSIG = 1  # of prctl: the signal to a process whose parent ends
+# the first that give token ids of answers; SGLang gives hidden states from 0.5.23 on
 LEAST_VERSIONS = {EngineName.SGLANG: (0, 5, 17), EngineName.VLLM: (0, 11, 0)}
 
 
@@ -146,9 +144,7 @@ def _lacking_memory(
 
 
 def gpu_bytes() -> list[int]:
-    """What is free on each GPU, read by a process of its own, so that this one holds none of it.
-    Raises EyasError.
-    """
+    """Free bytes of each GPU, read by another process, as CUDA takes some. Raises EyasError."""
     code = (
         "import torch; c = torch.cuda; n = c.device_count() if c.is_available() else 0; "
         "print(*(c.mem_get_info(i)[0] for i in range(n)))"
@@ -161,8 +157,8 @@ def gpu_bytes() -> list[int]:
 
 @contextmanager
 def seeing(gpus: GpusConfig) -> Iterator[GpusConfig]:
-    """Within the block processes that start see these GPUs alone, numbered from 0 as in the config
-    that is given.
+    """Processes that start in the block see only these GPUs, numbered from 0 as in the config that
+    it gets.
     """
     before = os.environ.get(VISIBLE)
     names = visible_gpus(max(gpus.ids) + 1)
@@ -181,8 +177,6 @@ def seeing(gpus: GpusConfig) -> Iterator[GpusConfig]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server to start. name: of its log."""
-
     name: str
     head: str | None
     port: int
@@ -207,24 +201,19 @@ def to_serve(heads: Mapping[str, str | None]) -> list[Served]:
 def running_engines(
     gpus: GpusConfig, config: ServeConfig, servers: Sequence[Served], logs: str
 ) -> Iterator[None]:
-    """These servers answer within the block; the groups of GPUs take them in turns. Those of one
-    group start one after the other: SGLang takes a share of what is free when it starts. logs: a
-    folder. Raises EyasError for one that ends.
+    """Servers for the block, spread over the groups of GPUs. Those of one group start one after the
+    other: SGLang takes a share of the free memory. logs: a folder. Raises EyasError for a server
+    that ends.
     """
-    groups, running = gpus.groups, list[RunningServer]()
+    groups, running, engine = gpus.groups, list[RunningServer](), gpus.engine
     try:
         for first in range(0, len(servers), len(groups)):
             begun = []
             for place, server in enumerate(servers[first : first + len(groups)]):
-                served = config.model_copy(
-                    update={"head": server.head, "host": "127.0.0.1", "port": server.port}
-                )
-                words = engine_command(
-                    gpus.engine, served, gpus.args, groups[place], gpus.engine_python
-                )
-                words += share_of_memory(
-                    gpus.engine, len(servers[place :: len(groups)]), first // len(groups)
-                )
+                where = {"head": server.head, "host": "127.0.0.1", "port": server.port}
+                served, sharing = config.model_copy(update=where), servers[place :: len(groups)]
+                words = engine_command(engine, served, gpus.args, groups[place], gpus.engine_python)
+                words += share_of_memory(engine, len(sharing), first // len(groups))
                 log = Path(logs, f"server-{server.name}.log")
                 begun.append(RunningServer(server, words, log))
             running += begun
@@ -233,7 +222,7 @@ def running_engines(
         yield
     except Exception:
         for one in running:
-            one.refuse_ended()  # the cause, where it is one
+            one.refuse_ended()  # which may be the cause
         raise
     finally:
         for one in running:
@@ -243,7 +232,7 @@ def running_engines(
 
 
 def share_of_memory(engine: EngineName, sharing: int, before: int) -> list[str]:
-    """The flag by which a server leaves room for others on its GPUs, of which `before` run."""
+    """The flag that leaves room for other servers on the same GPUs, of which `before` run."""
     if sharing == 1:
         return []
     share = SHARED / sharing
@@ -253,7 +242,7 @@ def share_of_memory(engine: EngineName, sharing: int, before: int) -> list[str]:
 
 
 class RunningServer:
-    """A server's process, whose log grows."""
+    """A server's process, with its log."""
 
     def __init__(self, server: Served, words: Sequence[str], log: Path) -> None:
         self._server, self._log = server, log
@@ -264,12 +253,12 @@ class RunningServer:
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which ends it
+                start_new_session=True,  # not ended by Ctrl-C, but by this process
                 preexec_fn=_end_with_parent(),
             )
 
     def wait(self) -> None:
-        """Until it answers. Raises EyasError."""
+        """Wait until it answers. Raises EyasError."""
         ends = time.monotonic() + PATIENCE_S
         with httpx.Client(trust_env=False, timeout=5) as client:
             while time.monotonic() < ends:
@@ -298,6 +287,6 @@ class RunningServer:
 
 
 def _end_with_parent() -> Callable[[], Any]:
-    """For a new process: to get SIGTERM when this one is killed, so that no server keeps a GPU."""
+    """Let a new process get SIGTERM when this one is killed."""
     library = ctypes.CDLL(None)
     return lambda: library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

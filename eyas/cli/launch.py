@@ -1,6 +1,5 @@
-"""SGLang and vLLM as `eyas serve` and `eyas run` start them: the words of their commands.
-
-A setting of our server that has no flag of theirs is refused, or it would be thought to hold.
+"""The commands by which `eyas serve` and `eyas run` start SGLang and vLLM. A setting without a flag
+of theirs is refused.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ def engine_command(
     gpus: Sequence[int] = (),
     python: str = sys.executable,
 ) -> list[str]:
-    """The words of the command that serves the same with another engine. extra: flags of its own,
-    as in a shell. gpus: that it shares a model over; none leaves them to it. python: of the
-    engine's environment. Raises ConfigError, InputError, MissingInputError.
+    """The words of the command. extra: flags of the engine, as in a shell. gpus: of its tensor
+    parallelism; none leaves them to it. python: of the engine's environment. Raises ConfigError,
+    InputError, MissingInputError.
     """
     given, sized = config.model_fields_set, config.engine.model_fields_set
     refuse_flagless(engine, config)
@@ -68,12 +67,9 @@ def engine_command(
         target = str(whole_folder(resolve_target(target)).absolute())
         family = read_config(target).get("model_type")
     launch = Launch(
-        target,
-        sizes.num_draft_steps,
-        sizes.tree_topk,
-        sizes.num_verify_tokens,
-        config.dtype if "dtype" in given else None,
-        config.engine.max_length if "max_length" in sized else None,
+        *(target, sizes.num_draft_steps, sizes.tree_topk, sizes.num_verify_tokens),
+        dtype=config.dtype if "dtype" in given else None,
+        max_length=config.engine.max_length if "max_length" in sized else None,
         family=family,
         num_gpus=max(1, len(gpus)),
     )
@@ -95,7 +91,7 @@ def engine_command(
 
 
 def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
-    """Raise ConfigError for settings of which the engine has no flag."""
+    """Raise ConfigError for settings that the engine has no flag for."""
     unknown = sorted(config.model_fields_set - _SETTINGS)
     sized = config.engine.model_fields_set - _ENGINE_SETTINGS
     unknown += sorted(f"engine.{name}" for name in sized)
@@ -115,7 +111,7 @@ def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
         )
     steps = sizes.num_draft_steps
     is_chain = sizes.tree_topk == 1 and sizes.num_verify_tokens == steps + 1
-    # without sizes those of the chain hold: the tree is our default, not the user's wish
+    # without sizes the tree is our default, not the user's wish
     if engine is EngineName.VLLM and "(" in config.engine.speculation and not is_chain:
         raise ConfigError(
             f"vLLM drafts chains: {sizes} is a tree",
@@ -124,8 +120,8 @@ def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
 
 
 def on_gpus(words: Sequence[str], gpus: Sequence[int], python: str) -> list[str]:
-    """A command of that environment which sees these of the GPUs that this process sees; none: all.
-    Raises ConfigError for one that it does not see.
+    """A command of that environment which sees these of this process's GPUs; none: all. Raises
+    ConfigError.
     """
     beside = Path(python).with_name("vllm")
     own = {"python": python, "vllm": str(beside) if beside.exists() else "vllm"}
@@ -152,7 +148,9 @@ def become(engine: EngineName, command: list[str], python: str = sys.executable)
 
 
 def exported_head(engine: EngineName, folder: Path) -> Path:
-    """The folder that the engine loads: its part of an export, or a folder in its form."""
+    """The folder that the engine loads: its part of an export, or a folder in its form. Raises
+    InputError, MissingInputError.
+    """
     if (folder / engine.value / "config.json").is_file():
         return folder / engine.value
     config = folder / "config.json"

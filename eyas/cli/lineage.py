@@ -27,5 +27,5 @@ def command(
     local = Path(resolve_head(artifact))
     open_checkpoint(local)  # refuses a target
     card = f"; what is known is in {head.url}/README.md"
-    said = card if (local / "README.md").exists() else ""
-    print(f"head {head.identity[:DIGITS]}: no stages{said}")
+    has_card = (local / "README.md").exists()
+    print(f"head {head.identity[:DIGITS]}: no stages{card if has_card else ''}")

@@ -1,7 +1,6 @@
-"""The entry point `eyas`: the table of commands, and how errors become messages and exit codes.
+"""The entry point `eyas`: the table of commands, and errors as messages and exit codes.
 
-Only the named command is imported, with its stage: `eyas --help` takes less than a second, and
-commands run where PyTorch is not installed.
+Only the named command is imported, so that `eyas --help` is fast and runs without PyTorch.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ TRAINING = {"torch": "PyTorch", "transformers": "transformers", "zstandard": "zs
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The typer app with the command named in `arguments` loaded, the others as lines of help.
-
-    Raises EyasError where that command needs a library that is not installed.
+    """The typer app with the command in `arguments` loaded, the others as lines of help. Raises
+    EyasError where that command lacks a library.
     """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     app = typer.Typer(
@@ -69,7 +67,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         module = _loaded(name) if name == wanted else None
         config = getattr(module, "CONFIG", None)
         register = app.command(name, short_help=line, epilog=settings(config) if config else None)
-        register(reporting_errors(module.command if module else _unloaded, name))
+        register(reporting_errors(module.command if module else lambda: None, name))
     return app
 
 
@@ -91,7 +89,7 @@ def _general(
 
 
 def _loaded(name: str) -> ModuleType:
-    gc.disable()  # imported objects stay: collecting takes a tenth of the time
+    gc.disable()  # imported objects stay; collecting them takes a tenth of the time
     try:
         return importlib.import_module(f"eyas.cli.{name}")
     except ModuleNotFoundError as error:
@@ -101,7 +99,7 @@ def _loaded(name: str) -> ModuleType:
 
 
 def _for_user(error: Exception, command: str) -> EyasError:
-    """What a command lacks: a library, memory, or room on a disk. Raises any other error."""
+    """A lack of a library, memory or disk as an EyasError. Raises any other error."""
     if isinstance(error, EyasError):
         return error
     reason = str(error).partition("\n")[0]
@@ -118,12 +116,8 @@ def _for_user(error: Exception, command: str) -> EyasError:
     return EyasError(f"eyas {command} needs {TRAINING[library]}", extra("train"))
 
 
-def _unloaded() -> None:
-    raise AssertionError("only the command on the command line is loaded and runs")
-
-
 def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., None]:
-    """Wrap the command `name`: an error for the user is one message on stderr, and an exit code."""
+    """The command `name`, whose errors for the user are one message on stderr and an exit code."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -144,7 +138,7 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: a cluster wants its machine back."""
+    """SIGTERM, which a cluster sends before it takes its machine back."""
 
 
 def _terminate(_number: int, _frame: object) -> None:
@@ -158,8 +152,8 @@ def _report(error: EyasError) -> int:
 
 
 def main() -> None:
-    """Run `eyas` with the process's arguments; ends the process with the command's exit code."""
-    # counts a container's quota, which the libraries that compute do not know
+    """Run `eyas` with the process's arguments, and end the process with an exit code."""
+    # math libraries do not know a container's quota
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     try:
         app = build(sys.argv[1:])

@@ -1,5 +1,5 @@
-"""Options that several commands share, those that are fields of a stage's config, and that config:
-run file, then `--set`, then options.
+"""Options of several commands, options that are fields of a stage's config, and that config: run
+file, then `--set`, then options.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.markup import escape
 from eyas.errors import ConfigError, MissingInputError
 from eyas.settings import ConfigT, Flag, validated
 
-NAME_WIDTH, HELP_WIDTH = 40, 57  # of 100 columns, with a space between and two margins
+NAME_WIDTH, HELP_WIDTH = 40, 57  # of 100 columns
 
 TargetOption = Annotated[
     str,
@@ -53,7 +53,7 @@ Overrides = Annotated[
 
 
 def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
-    """End with the facts as a line of JSON, for programs; on a terminal where it is asked for."""
+    """Print the facts as a line of JSON; on a terminal only if asked."""
     if is_asked or not sys.stdout.isatty():
         print(json.dumps(facts))
 
@@ -76,9 +76,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """A copy of nested `values` with each "a.b=c" put in; c is read as YAML (a list, true, null).
-    Raises ConfigError.
-    """
+    """A copy of nested `values` with each "a.b=c" in it; c is YAML. Raises ConfigError."""
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
@@ -97,7 +95,7 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
 def with_value(
     values: Mapping[str, Any], path: str, value: Any, option: str = ""
 ) -> dict[str, Any]:
-    """A copy of nested `values` with `value` at "a.b". option: for an error. Raises ConfigError."""
+    """A copy of nested `values` with `value` at "a.b". option: for errors. Raises ConfigError."""
     inner = changed = dict(values)
     *sections, last = path.split(".")
     for depth, name in enumerate(sections, start=1):
@@ -116,16 +114,14 @@ def with_value(
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """What a command line says of a stage's settings. flags: values by the field's path."""
+    """A stage's settings on a command line. flags: values by the field's path."""
 
     run_file: Path | None = None
     overrides: Sequence[str] | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
 
     def section(self, stage: str) -> dict[str, Any]:
-        """A stage's section of the run file; empty without a file. Raises MissingInputError,
-        ConfigError.
-        """
+        """A stage's section of the run file, or {}. Raises MissingInputError, ConfigError."""
         if self.run_file is None:
             return {}
         content = read_run_file(self.run_file)
@@ -135,8 +131,8 @@ class StageOptions:
         return content[stage] or {}
 
     def config(self, kind: type[ConfigT], stage: str, **options: Any) -> ConfigT:
-        """A stage's config: its section of the run file, then `--set`, then `options` (by path;
-        None is not given), then flags.
+        """A stage's config: section of the run file, `--set`, `options` by path (None: not given),
+        flags; the last wins.
         """
         values = override(self.section(stage), self.overrides or ())
         typed = {path: f"--{path.partition('.')[0]}" for path in options}
@@ -147,8 +143,8 @@ class StageOptions:
 
 
 def with_flags(kind: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: in place of its parameter `stated` (StageOptions) a command gets an option for
-    each field of `kind` that has a Flag, --config and --set.
+    """A decorator: the command's parameter `stated` (StageOptions) becomes an option for each field
+    of `kind` with a Flag, --config and --set.
     """
     options = list(_options(kind))
     shared = {"run_file": RunFile, "overrides": Overrides}
@@ -209,7 +205,7 @@ def _options(config: type[BaseModel]) -> Iterator[tuple[str, Flag, str, Paramete
 def _fields(
     kind: type[BaseModel], prefix: str = "", section: BaseModel | None = None
 ) -> Iterator[tuple[str, FieldInfo, Any, str]]:
-    """Path, field, default and meaning of every setting; a config's own before its sections'."""
+    """Path, field, default and meaning of every setting; sections last."""
     sections = []
     for name, found in kind.model_fields.items():
         default = found.get_default(call_default_factory=True)
@@ -223,7 +219,7 @@ def _fields(
 
 
 def settings(kind: type[BaseModel]) -> str:
-    """The fields of a config with their defaults and meanings: a line each, a group per section."""
+    """A config's fields with defaults and meanings: a line each, a group per section."""
     groups: dict[str, list[str]] = {}
     for path, found, default, text in _fields(kind):
         shown = path if found.is_required() else f"{path}={plain(default)}"
@@ -234,9 +230,9 @@ def settings(kind: type[BaseModel]) -> str:
 
 
 def meaning(kind: type[BaseModel], field: str) -> str:
-    """A setting's description, else its text in the class's docstring (`field: text.`), else ""."""
-    if said := kind.model_fields[field].description:
-        return " ".join(said.split())
+    """A setting's description, or its text in the class's docstring (`field: text.`), or ""."""
+    if description := kind.model_fields[field].description:
+        return " ".join(description.split())
     text = " ".join((kind.__doc__ or "").split())
     found = re.search(rf"(?:^|[.:;,] ){field}: (.+?)(?:[.;] |\.$|$)", text)
     return found.group(1) if found else ""

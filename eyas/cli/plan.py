@@ -76,7 +76,6 @@ def _show(plan: Plan, title: str) -> None:
         own = " (this run's)" if codec == plan.codec else ""
         table.add_row(f"features by codec {codec}{own}", size_text(size))
     free = plan.room.free
-    table.add_row(
-        "free on disk", "not known (an object store)" if free is None else size_text(free)
-    )
+    shown = "not known (an object store)" if free is None else size_text(free)
+    table.add_row("free on disk", shown)
     Console().print(table)

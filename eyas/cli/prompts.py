@@ -70,9 +70,9 @@ def command(
         return
     if output is None:
         raise ConfigError("there is no place for the result", "give one: --output FOLDER")
-    said = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
-    given = [{"path": packaged_prompts(path), **said} for path in sources] if sources else None
-    if given is None and any(said.values()):
+    terms = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
+    given = [{"path": packaged_prompts(path), **terms} for path in sources] if sources else None
+    if given is None and any(terms.values()):
         raise ConfigError(
             "a licence or an author is given, but no source",
             "give sources, or state them in the run file",

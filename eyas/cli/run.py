@@ -3,9 +3,9 @@
     runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...
     bench-...  report.html
 
-A folder's name ends with the beginning of its work's identity: a changed setting makes new folders
-for its stage and those that follow, and what is done is found again and skipped. A run whose
-`train.start` names a head adapts it: eval and bench compare the new head with that one.
+A folder's name ends with the identity of its work, so a changed setting makes new folders for its
+stage and those that follow, and finished work is skipped. A run with `train.start` adapts a head;
+eval and bench compare the new head with it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from eyas.train.ranks import in_processes, is_first_rank, world_size
 from eyas.train.trainer import TrainConfig, train
 
 GENERAL, ADAPTED = "general head", "adapted head"  # arms of a run that adapts a head
-LEAST_HELD_OUT = 2 * LEAST_TURNS  # prompts: fewer make fewer turns than a ratio is claimed of
+LEAST_HELD_OUT = 2 * LEAST_TURNS  # prompts; fewer make too few turns for a ratio
 
 
 class RunBenchConfig(BenchConfig):
@@ -114,14 +114,13 @@ class RunConfig(BaseModel):
         return filled
 
     @model_validator(mode="after")
-    def _packaged_prompts(self) -> RunConfig:
+    def _filled(self) -> RunConfig:
+        """Paths of packaged prompts; and a new head's norms are the default ones only where every
+        engine of export.forms reads them, unless the run file gives some.
+        """
         named = [(one, {"path": packaged_prompts(one.path)}) for one in self.prompts.sources]
         found = [one.model_copy(update=change) for one, change in named]
         self.prompts = self.prompts.model_copy(update={"sources": found})
-        return self
-
-    @model_validator(mode="after")
-    def _serve_settings_only(self) -> RunConfig:
         if self.serve.head is not None:
             raise ValueError("serve.head: a run serves the head that it made")
         if self.eval.tolerance is not None and not (self.train.start or self.eval.against):
@@ -129,13 +128,6 @@ class RunConfig(BaseModel):
                 "eval.tolerance: judges the new head against another one; give train.start, or "
                 "eval.against"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _norms_that_are_read(self) -> RunConfig:
-        """A new head's norms are the default ones only where every engine of export.forms reads
-        them; what the run file says of norms stays.
-        """
         head = self.train.head
         unread = {flag for form in self.export.forms for flag in engine_of(form).unread}
         plain = {flag: False for flag in FLAGS if flag in unread and getattr(head, flag)}
@@ -146,7 +138,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _on_gpus(self) -> RunConfig:
-        """A process on each GPU where nothing else is said, and arms as other engines know them."""
+        """By default a process on each GPU; arms without eyas' own field."""
         gpus = self.gpus
         if gpus is None:
             return self
@@ -169,7 +161,7 @@ class RunConfig(BaseModel):
         return self
 
     def planned(self, output: str, begun: tuple[str, ...] = ()) -> PlannedRun:
-        """The settings that decide on sizes. begun: see PlannedRun."""
+        """The settings that sizes depend on. begun: see PlannedRun."""
         return PlannedRun(
             self.target, output, self.generate, self.capture, self.train, self.online, begun
         )
@@ -200,12 +192,12 @@ def run(
     own: Sequence[str] = (),
     as_json: bool = False,
 ) -> dict[str, str]:
-    """Do all stages of a run, or find them done; print a table and a verdict, and return the folder
+    """Do all stages of a run that are not done; print a table and a verdict, and return the folder
     of each stage by its name (prompts, generate, capture, train, eval, export, bench).
 
     run_file: a YAML file, or its content. command_line: for messages and the report. anyway: start
-    even if there may be no room. own: last lines, on another model. as_json: end with a line of
-    JSON on a terminal too. Raises ConfigError and what the stages raise.
+    even if there may be no room. own: last lines to print. as_json: end with a line of JSON on a
+    terminal too. Raises ConfigError and what the stages raise.
     """
     content = run_file if isinstance(run_file, Mapping) else read_run_file(Path(run_file))
     started = time.monotonic()
@@ -226,7 +218,7 @@ def run(
         if config.gpus is None:
             done = run_stages(config, root, anyway)
         else:
-            # by the folder: a name of the hub is looked up once, and its family is known
+            # by the folder, so that a hub name is looked up once and its family is known
             serve = {"target": resolve_target(config.target), "model": config.serve.served_model}
             with seeing(config.gpus) as gpus:
                 change = {"gpus": gpus, "serve": config.serve.model_copy(update=serve)}
@@ -265,14 +257,14 @@ def run(
 
 
 def refuse_target(config: RunConfig) -> None:
-    """Raise MismatchError for a target that a run cannot serve in the end, or that has no head."""
+    """Raise MismatchError for a target that a run cannot serve, or that no head fits."""
     folder = resolve_target(config.target)
     shape = TargetConfig.from_folder(folder) if config.gpus is None else target_shape(folder)
     shape.refuse_few_layers()
 
 
 def local_output(url: str) -> str:
-    """The path of a run's output. Raises ConfigError for one in an object store."""
+    """The path of a run's output. Raises ConfigError for an object store."""
     path = Artifact(url).local_path("")
     if path is None:
         raise ConfigError(
@@ -283,7 +275,7 @@ def local_output(url: str) -> str:
 
 
 def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, Artifact]:
-    """Do, or find done, every stage into folders below `root`; the artifacts by stage."""
+    """Every stage into folders below `root`; the artifacts by stage."""
     target, gpus = config.target, config.gpus
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
@@ -319,12 +311,12 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
 
 
 def begun_folders(config: RunConfig, root: str, prompts: Artifact) -> Iterator[str]:
-    """The folders of answers and of features that this run resumes, or finds done."""
+    """The folders of answers and features that this run resumes, or finds done."""
     answers, folder = StageFolder(root, "generate"), resolve_target(config.target)
-    asked = config.generate
-    if config.gpus and not asked.servers:  # `answer` starts some: that they answer is what counts
-        asked = asked.model_copy(update={"servers": ("http://127.0.0.1",)})
-    settings = settings_of(asked.on(target_shape(folder)), folder)
+    generating = config.generate
+    if config.gpus and not generating.servers:  # `answer` starts some
+        generating = generating.model_copy(update={"servers": ("http://127.0.0.1",)})
+    settings = settings_of(generating.on(target_shape(folder)), folder)
     is_done = answers.is_done_for(identity("generate", settings, {"prompts": prompts.manifest()}))
     yield answers.url
     if is_done:
@@ -341,7 +333,7 @@ def _stored_splits(config: RunConfig) -> tuple[Split, ...]:
 def answer(
     config: RunConfig, root: str, prompts: Artifact, answers: Artifact, track: Track
 ) -> None:
-    """Stage generate, on GPUs by a server on each group of them, which stops when it is done."""
+    """Stage generate, on GPUs by a server on each group of them."""
     gpus, settings = config.gpus, config.generate
     if gpus is None or settings.servers:
         generate(settings, prompts, answers, track)
@@ -353,7 +345,7 @@ def answer(
 
 @dataclasses.dataclass(frozen=True)
 class StageWork:
-    """What the stages share that may run in processes of their own. answers: generate's output."""
+    """The input of stages that may run in processes of their own. answers: generate's output."""
 
     config: RunConfig
     root: str
@@ -362,7 +354,7 @@ class StageWork:
     def run(
         self, function: Callable[..., str], processes: int, *inputs: Artifact | str
     ) -> Artifact:
-        """The output of a stage, done here (0) or in so many processes."""
+        """The output of a stage, run here (0) or in so many processes."""
         urls = [one if isinstance(one, str) else one.url for one in inputs]
         if not processes:
             return Artifact(function(self, *urls))
@@ -370,7 +362,7 @@ class StageWork:
 
 
 def capture_stage(work: StageWork) -> str:
-    """Stage capture; the URL of its output, as of the two that follow."""
+    """Stage capture; the URL of its output."""
     config, features = work.config, StageFolder(work.root, "capture")
     with stage("capture", features) as track:
         capture(config.capture, Artifact(work.answers), features, track, _stored_splits(config))
@@ -378,7 +370,7 @@ def capture_stage(work: StageWork) -> str:
 
 
 def train_stage(work: StageWork, features: str) -> str:
-    """Stage train, called by every rank."""
+    """Stage train, on every rank; the URL of its output."""
     config, head, stored = work.config, StageFolder(work.root, "train"), Artifact(features)
     with stage("train", head) if is_first_rank() else nullcontext(quiet) as track:
         source = (
@@ -391,18 +383,18 @@ def train_stage(work: StageWork, features: str) -> str:
 
 
 def eval_stage(work: StageWork, features: str, head: str, questions: str) -> str:
-    """Stage eval; on GPUs of features alone, since our own engine would answer on the CPU."""
+    """Stage eval; the URL of its output. On GPUs only on features: our engine runs on the CPU."""
     config, evaluation = work.config, StageFolder(work.root, "eval")
     settings, held_out = as_served(config), Features(Artifact(features), "held_out")
-    asked = () if config.gpus else eval_prompts(questions, settings)
+    prompts = () if config.gpus else eval_prompts(questions, settings)
     with stage("eval", evaluation) as track:
-        evaluate(settings, config.target, head, evaluation, held_out, asked, track)
+        evaluate(settings, config.target, head, evaluation, held_out, prompts, track)
     return evaluation.url
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
-    """The local folder of one exported form, after showing what `eyas check` finds wrong. Raises
-    MismatchError for an error.
+    """The folder of an exported form, after printing what `eyas check` finds. Raises MismatchError
+    for an error.
     """
     folder = exported.local_path(form)
     assert folder is not None, "a run's output is a folder of this machine"
@@ -418,11 +410,11 @@ def check_form(exported: Artifact, form: str, target: str) -> str:
 def serve_and_bench(
     config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str
 ) -> dict[str, Artifact]:
-    """Serve and measure the exported head, beside the head that training started from, if any, and
-    on GPUs verify it; no server starts when that is done already.
+    """Serve and measure the exported head, beside the head that training started from, and on GPUs
+    verify it. No server starts when that is done.
     """
     start = config.train.start
-    # settings of a server that do not affect what is measured on it
+    # settings that do not affect measurements
     places = {"target", "head", "host", "port", "model"}
     kept = config.serve.model_dump(mode="json", exclude=places)
     if config.gpus is not None:
@@ -452,8 +444,8 @@ def serve_and_bench(
             settings = settings.model_copy(update={"url": urls[list(heads)[-1]], "arms": arms})
         bench(settings, output, track, inputs)
         if verifies:
-            asked = VerifyConfig(url=settings.url, plain=urls[PLAIN], prompts=questions)
-            asyncio.run(verified(asked, report, track))
+            verifying = VerifyConfig(url=settings.url, plain=urls[PLAIN], prompts=questions)
+            asyncio.run(verified(verifying, report, track))
     if config.gpus is None:
         return {"bench": output}
     found = report.read_json(VERIFICATION)
@@ -466,7 +458,7 @@ def serve_and_bench(
 
 @contextmanager
 def serving(config: RunConfig, root: str, heads: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The URL of each head's server, by arm; on GPUs of a plain one too, which ours are as well."""
+    """The URL of each head's server by arm; on GPUs also a plain server's."""
     if config.gpus is not None:
         servers = to_serve({PLAIN: None, **heads})
         with running_engines(config.gpus, config.serve, servers, root):
@@ -481,7 +473,7 @@ def serving(config: RunConfig, root: str, heads: Mapping[str, str]) -> Iterator[
 
 
 def as_served(config: RunConfig) -> EvalConfig:
-    """The settings of eval; what they leave open is as the run serves and measures."""
+    """The settings of eval; by default as the run serves and measures."""
     served = config.serve
     models: dict[str, Any] = {"dtype": served.dtype, "threads": served.threads}
     if served.engine.max_length is not None:
@@ -489,7 +481,7 @@ def as_served(config: RunConfig) -> EvalConfig:
     speculation = served.engine.parsed()
     fixed = str(dataclasses.replace(speculation, mode="fixed"))
     trees: tuple[str, ...] = DEFAULT_TREES if speculation.mode == "off" else (fixed,)
-    if config.gpus is None:  # else trees on features are walked by the CPU, for a long time
+    if config.gpus is None:  # on features trees take the CPU long
         trees += DEFAULT_TREES
     from_elsewhere: dict[str, Any] = {
         "models": validated(ModelsConfig, models, "serve"),
@@ -504,7 +496,7 @@ def as_served(config: RunConfig) -> EvalConfig:
 
 
 def as_exported(config: RunConfig) -> ExportConfig:
-    """The settings of export; what they leave open, launch commands draft as the run serves."""
+    """The settings of export; by default launch commands draft as the run serves."""
     speculation = config.serve.engine.parsed()
     if speculation.mode == "off" or "speculation" in config.export.model_fields_set:
         return config.export
@@ -513,8 +505,8 @@ def as_exported(config: RunConfig) -> ExportConfig:
 
 
 def served_by(config: RunConfig, exported: Artifact) -> list[str]:
-    """The commands that serve what a run made. They name no folder of this machine: a target here
-    is MODEL, and they run where the run began or, of an output elsewhere, beside the report.
+    """The commands that serve a run's head. A local target is MODEL; paths start where the run
+    began or, for an output elsewhere, beside the report.
     """
     facts, place = exported.manifest().facts, config.output.rstrip("/")
     if re.match(r"/|\.\.|\w+:", place) or shlex.quote(place) != place:
@@ -529,7 +521,7 @@ def served_by(config: RunConfig, exported: Artifact) -> list[str]:
 
 
 def serve_command(config: RunConfig) -> str:
-    """The server that is measured, as one would type it: its own speculation and sizes."""
+    """The command of the measured server, with its speculation and sizes."""
     settings = config.serve.model_dump(mode="json", exclude_defaults=True, exclude={"target"})
     engine = settings.pop("engine", {})
     engine.setdefault("speculation", config.serve.engine.speculation)
@@ -547,7 +539,7 @@ def serve_command(config: RunConfig) -> str:
 
 
 def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
-    """The file that eval and bench ask from: by default the prompts that `capture` keeps out of
+    """The prompt file of eval and bench: by default the prompts that `capture` keeps out of
     training, written here.
     """
     if config.bench.prompts:

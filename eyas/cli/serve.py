@@ -76,15 +76,13 @@ def _gpu_ids(text: str | None) -> list[int]:
 def states_server(
     engine: EngineName, config: ServeConfig, extra: str, gpus: Sequence[int], python: str
 ) -> list[str]:
-    """The words of the command that starts a server of the target's hidden states. Raises
-    ConfigError for settings that have no flag.
-    """
+    """The words of the command for a server of the target's hidden states. Raises ConfigError."""
     refuse_flagless(engine, config)
     if config.head is not None:
         raise ConfigError("--hidden-states: a server gives them or drafts", "leave out --head")
     if len(gpus) > 1:
         raise ConfigError("--hidden-states: one GPU a server", "start one on each: --gpus 0")
-    # imported here only: torch, which our own server does without
+    # imports torch, which our own server does without
     states = importlib.import_module("eyas.features.states")
     shape = target_shape(config.folders()[0])
     length = config.engine.max_length or shape.max_position_embeddings - states.ROOM_SGLANG

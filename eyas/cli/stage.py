@@ -1,4 +1,4 @@
-"""One stage of work as people see it: progress while it works, one line when it is done."""
+"""A stage on the terminal: progress while it works, one line when it is done."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ WARNINGS = ("warnings", "placeholders")  # lists in a manifest's facts
 
 
 class StageFolder(Artifact):
-    """An artifact below `root` whose folder is named by the stage and its identity."""
+    """An artifact below `root` in a folder named by stage and identity."""
 
     def __init__(self, root: str, stage: str) -> None:
         super().__init__(f"{root}/{stage}")
         self._stem = self.url
 
     def is_done_for(self, identity: str) -> bool:
-        """As Artifact.is_done_for (which `begin` asks first), in the folder of this identity."""
+        """As Artifact.is_done_for, in the folder of this identity."""
         super().__init__(f"{self._stem}-{identity[:IDENTITY_DIGITS]}")
         return super().is_done_for(identity)
 
 
 def advise_gpu(command: str, then: str) -> None:
-    """Where there is a GPU, name engines that use it: ours does not."""
+    """Where there is a GPU, name engines that use it."""
     if has_gpu():
         lines = (
             "note: this machine has a GPU, and eyas' own engine computes on the CPU",
@@ -39,8 +39,8 @@ def advise_gpu(command: str, then: str) -> None:
 
 @contextmanager
 def stage(name: str, output: Artifact) -> Iterator[Track]:
-    """Give a Track to a block that does the work of stage `name` into `output`, or finds it done
-    (`Artifact.begin`); then print the stage's counts and warnings.
+    """Give a Track to a block that does stage `name` into `output`; then print the stage's counts
+    and warnings.
     """
     with progress_bar(name) as track:
         yield track

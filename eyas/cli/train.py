@@ -85,8 +85,8 @@ def train(
     on_row: Callable[[Mapping[str, Any]], None] | None = None,
     **settings: Any,
 ) -> str:
-    """Train a head, and return its folder or URL. Interrupted, the same call resumes from the last
-    checkpoint; done, it returns at once.
+    """Train a head, and return its folder or URL. The same call resumes from the last checkpoint;
+    finished work returns at once.
 
     features: output of `eyas capture`; with `online` of `eyas generate`, and the target computes
     features while training. online: capture's settings ({}: the defaults). target: any name of the
@@ -106,7 +106,7 @@ def train(
     with shown as track:
         open_split: Callable[[Split], FeatureSource] = partial(Features, source)
         if online is not None:
-            # imported here only: it loads the target's code, tokenizer and chat template
+            # loads the target's code, tokenizer and chat template
             module = importlib.import_module("eyas.features.online")
             capture = validated(module.CaptureConfig, {**online, "target": target}, "capture")
             open_split = module.OnlineTarget(capture, source).features

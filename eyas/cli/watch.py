@@ -52,7 +52,10 @@ def command(
     """
     figures = read_card(head if Path(head).exists() else locate(head))
     window = asyncio.run(_watch(urls, figures, temperature, requests, once))
-    print(json.dumps(facts(window), allow_nan=False))
+    found = asdict(window)
+    del found["card"]["acceptance_by_position"]
+    facts = {"stale": window.is_stale, "tau_interval": window.interval}
+    print(json.dumps({**facts, "least_tau": window.least_tau, **found}, allow_nan=False))
     raise typer.Exit(STALE if window.is_stale else 0)
 
 
@@ -113,15 +116,3 @@ def _advice(window: WatchWindow) -> str:
         "--target TARGET` tells the second; for the first make a new head from the servers' "
         "logs: `eyas run runs/refresh.yaml` (docs/production.md)"
     )
-
-
-def facts(window: WatchWindow) -> dict[str, object]:
-    """The window, and the card's numbers for deploy/prometheus-rules.yaml."""
-    found = asdict(window)
-    del found["card"]["acceptance_by_position"]
-    return {
-        "stale": window.is_stale,
-        "tau_interval": window.interval,
-        "least_tau": window.least_tau,
-        **found,
-    }
