@@ -106,7 +106,6 @@ for stated in json.loads(sys.argv[1]):
 
 
 def read_apart(folder, endpoint, *sources, offline="0"):
-    """What a process makes of sources: rows, label, facts, identity and columns, or the error."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder)}
     environment |= {"HF_HUB_OFFLINE": offline, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READ, json.dumps(sources)]
@@ -117,7 +116,6 @@ def read_apart(folder, endpoint, *sources, offline="0"):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By the hub, then by the cache once the hub is gone."""
     folder = tmp_path_factory.mktemp("hub")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

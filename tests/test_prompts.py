@@ -90,14 +90,7 @@ def test_every_row_is_accounted_for(tmp_path):
     assert licences == {"MIT", "CC-BY-4.0"}
 
 
-def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
-    rows = [openai("I am ana@example.com"), openai("I am bob@example.org")]
-    output = run(tmp_path, rows, personal={"policy": "mask"})
-    assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
-
-
 def test_invented_values_hide_no_near_duplicate(tmp_path):
-    """Each has surrogates of its own, since the words around them differ."""
     said = (
         "Please write me a polite letter that ends the contract with my gym before the next summer "
         "begins, with the reason that I move to another town, and ask them {} to {} and to {} "
@@ -192,11 +185,6 @@ def test_a_key_that_is_no_text_is_quoted_nowhere(tmp_path):
         assert path.is_dir() or key[:24].encode() not in path.read_bytes(), path
 
 
-def test_mathematics_is_read_from_its_column(tmp_path):
-    output = run(tmp_path, [{"problem": "What is $1+1$?", "level": "1", "solution": "2"}])
-    assert [one.turns for one in prompts(output)] == [("What is $1+1$?",)]
-
-
 def test_tools_and_placeholders_are_counted(tmp_path):
     tools = [{"type": "function", "function": {"name": "find"}}]
     rows = [openai("Find me a table.", tools=tools)], [openai("Who is NAME_1 to NAME_2?")]
@@ -261,7 +249,6 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
 
 
 def test_a_match_reads_a_server_s_log(tmp_path):
-    """None of it is kept, so no consent is asked."""
     things = ["bread and soup", "rice with beans"]
     bodies = [{"model": "m", **row, "user": "u"} for row in rows_about(things, 60, 500)]
     line = "(APIServer pid=7) DEBUG 11-22 10:00:01 [x.py:76] Request c-{} JSON body: {}"
@@ -330,9 +317,6 @@ JUNK.append(b'{"messages": [null, {"role": null, "content": 3}]}')
 
 @st.composite
 def damaged_lines(draw):
-    """Good rows in any number and order, some cut, in other encodings, with nulls, too long, or
-    with other things between.
-    """
     lines = []
     for good in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
         line = json.dumps(good).encode()
@@ -423,9 +407,6 @@ REAL_SETS = {
 
 
 def damaged_sets(folder):
-    """A gzip that is cut, a file that was, 4 of 100 rows that are no JSON, and 2 of 100, which is
-    ordinary.
-    """
     sums = [openai(f"What is {n} plus {n * n}?") for n in range(3000)]
     packed = gzip.compress(json_lines(sums).encode())
     rows = [json.dumps(openai(f"Which way to house {n * n} is it?")).encode() for n in range(100)]
@@ -481,16 +462,16 @@ def test_real_sets(tmp_path, name):
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
     source = {"path": str(path), **REAL_SETS[name]}
-    manifest = make_prompts(PromptsConfig(sources=[source], max_prompts=400), output)
+    manifest = make_prompts(PromptsConfig(sources=[source], max_prompts=100), output)
     kept = prompts(output)
-    assert len(kept) == 400
+    assert len(kept) == 100
     reasons = {"duplicate.exact", "duplicate.near", "limit"}
     assert set(manifest.facts["ledger"]["dropped"]) <= reasons
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         answers = [
             message["content"]
-            for line, _ in zip(lines, range(400), strict=False)
+            for line, _ in zip(lines, range(100), strict=False)
             for message in json.loads(line).get("messages", [])
             if message["role"] == "assistant" and len(message["content"]) > 60
         ]

@@ -90,6 +90,7 @@ SHAPES = {
     "prompt": ({"prompt": "Hi", "completion": SAID}, ("Hi",)),
     "prompt as messages": ({"prompt": MESSAGES[:3], "chosen": SAID}, TURNS),
     "query": ({"query": "Hi", "response": SAID}, ("Hi",)),
+    "problem": ({"problem": "$1+1$?", "level": "1", "solution": SAID}, ("$1+1$?",)),
     "dolly": ({"instruction": "Do.", "context": "Dogs.", "response": SAID}, ("Do.\n\nDogs.",)),
     "wildchat": (WILDCHAT, TURNS),
     "claude": (
@@ -179,7 +180,6 @@ def test_an_overrule_needs_a_reason():
 
 
 def test_of_a_table_of_messages_the_first_ones_are_rows(tmp_path):
-    """As Open Assistant publishes its trees."""
     rows = [
         {"role": "prompter", "text": "Alone?", "parent_id": None, "message_tree_id": "t"},
         {"role": "assistant", "text": SAID_BY_ASSISTANT, "parent_id": "t"},
@@ -330,7 +330,6 @@ ANSWERS = TEXTS.map(lambda text: f"{text}{SAID_BY_ASSISTANT}{text}")
 
 @st.composite
 def conversations(draw):
-    """A row of some shape, with answers, that says by its keys whose they are."""
     users = draw(st.lists(TEXTS, min_size=1, max_size=3))
     answers = draw(st.lists(ANSWERS, min_size=len(users), max_size=len(users)))
     pairs = list(zip(users, answers, strict=True))
@@ -386,7 +385,6 @@ def damaged(data, damages):
 
 
 def all_of(source):
-    """What comes out before the error, if there is one."""
     rows = []
     try:
         rows.extend(read_source(source))
@@ -467,7 +465,6 @@ class Website(http.server.SimpleHTTPRequestHandler):
 
 
 def test_a_website(tmp_path):
-    """What gives access to a signed URL is written down nowhere."""
     pytest.importorskip("aiohttp", reason="the extra `http` is not installed")
     (tmp_path / "set.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n".encode() * 3))
     with http.server.ThreadingHTTPServer(
@@ -497,9 +494,6 @@ BESIDE += ("b/.git/y.jsonl",)
 
 
 def several(write_file):
-    """Files of a source by name, each with one row that says its name, and files beside that are
-    none.
-    """
     for name in (*NAMES, *BESIDE):
         text = (
             f'prompt,answer\n"{name}","{SAID_BY_ASSISTANT}"\n'

@@ -2,8 +2,7 @@
 
 It is a list of what is allowed: a licence or an author that the policy does not name refuses a
 source. The registry of known sets fills in what a run file does not state; a statement that differs
-from it is a trait, on which the policy decides. Answers are dropped when a source is read, so a
-verdict only notes their authors.
+is a trait, on which the policy decides. Answers are dropped, so their authors are only noted.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceTrait:
-    """A trait of a source: the field and value that have it, its meaning, what to state instead."""
+    """A trait of a source. field, value: what has it; remedy: what to state instead."""
 
     field: TermField
     trait: str
@@ -46,7 +45,7 @@ class SourceTrait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objection:
-    """A rule that fires. remedy: what to state instead; reason: why it was overruled, "" if not."""
+    """A rule that fires. remedy: what to state instead; reason: why it was overruled, or ""."""
 
     rule: str
     field: str
@@ -92,7 +91,7 @@ def gate(
     policy: LicencePolicy,
     looks: Sequence[Collection[FileLook]] | None = None,
 ) -> list[Verdict]:
-    """A verdict on each source, in order. looks: of each source's files, once they are known."""
+    """A verdict on each source. looks: at each source's files, once they are known."""
     return [
         judge(source, policy, look)
         for source, look in zip(sources, looks or itertools.repeat(None, len(sources)), strict=True)
@@ -101,7 +100,7 @@ def gate(
 
 def require(verdicts: Sequence[Verdict]) -> None:
     """Raise one InputError that lists every refused source, with each rule, its field, and what to
-    state instead or to overrule it.
+    state instead.
     """
     refused = [verdict for verdict in verdicts if not verdict.allowed]
     if refused:
@@ -117,7 +116,7 @@ def require(verdicts: Sequence[Verdict]) -> None:
 def judge(
     source: SourceConfig, policy: LicencePolicy, look: Collection[FileLook] | None = None
 ) -> Verdict:
-    """The verdict on one source. look: of its files, None while they are not known."""
+    """The verdict on one source. look: at its files, None while they are not known."""
     known = find(source)
     alike = known or named_like(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
@@ -163,9 +162,6 @@ def judge(
     )
 
 
-# From a source to its traits.
-
-
 def _licence_traits(
     source: SourceConfig, text: str | None, policy: LicencePolicy
 ) -> list[SourceTrait]:
@@ -207,7 +203,7 @@ def _author_traits(
 def _contradictions(
     source: SourceConfig, known: KnownSet, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    """Fields in which the run file differs from the registry, and its unverified facts."""
+    """Where the run file differs from the registry, and the registry's unverified facts."""
     for field in COMPARED:
         stated, recorded = getattr(source, field), getattr(known, field)
         if stated and recorded and _differ(field, stated, recorded, policy):
@@ -235,7 +231,7 @@ def _consent(source: SourceConfig, look: Collection[FileLook]) -> Iterator[Sourc
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
-    """Whether the licence differs, or authors with other terms are left out."""
+    """Whether the licence is another one, or authors with other terms are left out."""
     if field == "licence":
         one, other = ({*map(str.casefold, licence_ids(text))} for text in (stated, recorded))
         return one != other
@@ -247,13 +243,10 @@ def _families(text: str, policy: LicencePolicy) -> set[str]:
     return {entry.family if entry else author_key(name) for name, entry in entries.items()}
 
 
-# From traits to a verdict.
-
-
 def _duties(
     traits: Sequence[SourceTrait], policy: LicencePolicy, known: KnownSet | None
 ) -> dict[str, str]:
-    """Traits that no rule refuses, which go with the prompts; answers are dropped."""
+    """The traits that no rule refuses, but for those of answers."""
     duties: dict[str, str] = {}
     for one in traits:
         if one.field != "answers_by" and not policy.refuses(one.field, one.trait):
@@ -312,11 +305,8 @@ def _complaint(verdict: Verdict) -> Iterator[str]:
     yield from (f"    {mistake}" for mistake in verdict.mistakes)
 
 
-# Spellings.
-
-
 def licence_ids(text: str) -> list[str]:
-    """The ids of a set whose parts have licences of their own, "A AND B"; all count."""
+    """The ids in "A AND B"; each holds for a part of the set."""
     return [one.strip() for one in re.split(r"\s+AND\s+", text.strip(), flags=re.I)]
 
 

@@ -1,9 +1,5 @@
 """Values that lead to one person, car, device or place: birth dates, number plates, MAC addresses,
-coordinates, account names.
-
-Their forms are those of ordinary dates, codes and numbers: all but MAC addresses and coordinates
-with a hemisphere need a cue word. Each function takes a text as `spelling.plain` gives it and
-yields spans [start, end).
+coordinates, account names. Most have the form of ordinary dates, codes and numbers, and need a cue.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ BIRTH_DATES = (
 )
 BORN = re.compile("geboren|生|출생|태어|doğ|जन्म|हुआ", re.I)  # any that stands behind a date
 
-# Letters and digits in two or three groups, five to eight of them.
+# Two or three groups of letters and digits
 _PLATE = r"[A-Z0-9ÄÖÜА-Я]{1,4}[ ·-]{0,3}[A-Z0-9А-Я]{1,4}(?:[ ·-]{0,3}[A-Z0-9А-Я]{1,4})?"
 PLATE = re.compile(
     cue(joined("plate")) + r"[^\n.;?!]{0,16}?[\s:=\"'(#是为]{1,3}"
@@ -131,7 +127,7 @@ MAYBE_HANDLE = re.compile(
 )
 
 
-# A line of a log, in whose numbers nobody's are
+# A line of a log, whose numbers are nobody's
 LOG = re.compile(
     r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
     r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
@@ -146,13 +142,15 @@ def birth_dates(text: str) -> Iterator[Span]:
 
 
 def is_plate(value: str) -> bool:
-    """Whether it is of letters and digits, as many as a number plate has."""
+    """Whether it has letters and digits, as many as a number plate."""
     letters = [letter for letter in value if letter.isalnum()]
     return len(letters) in PLATE_LENGTHS and len({letter.isdigit() for letter in letters}) == 2
 
 
 def mac_addresses(text: str) -> Iterator[Span]:
-    """Six bytes in hexadecimal; of digits alone, between spaces or without signs beside a cue."""
+    """Six bytes in hexadecimal; of digits alone, between spaces or without signs only
+    with a cue.
+    """
     for match in MAC.finditer(text):
         value = match.group()
         is_plain = value.isalnum() or " " in value or not re.search("[A-Fa-f]", value)
@@ -162,7 +160,7 @@ def mac_addresses(text: str) -> Iterator[Span]:
 
 
 def coordinates(text: str) -> Iterator[Span]:
-    """Latitude and longitude: with degrees or hemispheres, behind their names or a cue word."""
+    """Latitude and longitude: with degrees or hemispheres, behind their names or a cue."""
     for match in COORDINATES.finditer(text):
         yield match.span()
     for match in (*PAIR.finditer(text), *IN_MAP.finditer(text)):
@@ -174,13 +172,13 @@ def coordinates(text: str) -> Iterator[Span]:
 
 
 def is_place(latitude: str, longitude: str) -> bool:
-    """Whether two numbers are within the bounds of latitude and longitude, in degrees."""
+    """Whether two numbers are within the bounds, in degrees."""
     return abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
 
 
 def handles(text: str) -> Iterator[Span]:
     """Account names: @name near a network's name or a word such as "follow"; names with a digit or
-    sign behind "my username is" and the like; u/name, name#1234; the user of a home folder.
+    sign behind "my username is"; u/name, name#1234; the user of a home folder.
     """
     if "/" in text or "\\" in text:
         yield from (match.span("value") for match in HOME.finditer(text))
