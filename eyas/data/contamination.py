@@ -77,8 +77,10 @@ class EvaluationItem:
     digests: tuple[bytes, ...]
     turns: tuple[TurnGrams, ...]
 
-    def __str__(self) -> str:
-        return f"{self.where} (id {self.id})" if self.id else self.where
+    def drop(self, note: str) -> Drop:
+        """The drop of a row that overlaps it."""
+        place = f"{self.where} (id {self.id})" if self.id else self.where
+        return Drop(f"contamination.{self.set}", f"{note} {place}")
 
 
 class Postings:
@@ -133,7 +135,7 @@ class Contamination:
         texts = [[word for turn in turns for word in turn.words]]
         digests = list(_digests(turns))
         if item := self._whole.get(digests[0]):
-            return Drop(f"contamination.{item.set}", f"says the same as {item}")
+            return item.drop("says the same as")
         if row.system:
             turns.append(Spelling(row.system))
             texts.append(turns[-1].words)
@@ -148,10 +150,9 @@ class Contamination:
         if drop := self._shared(found):
             return drop
         if len(turns_with_run := self._found(hashes, RUN)):
-            item = self._item[turns_with_run.min()]
-            return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
+            return self._item[turns_with_run.min()].drop(f"holds {RUN} words in a row of")
         if item := next((self._alone[one] for one in digests if one in self._alone), None):
-            return Drop(f"contamination.{item.set}", f"says a turn of {item}")
+            return item.drop("says a turn of")
         return row
 
     def _shared(self, found: NDArray[np.int64]) -> Drop | None:
@@ -162,10 +163,8 @@ class Contamination:
             return None
         shares = np.where(enough, counts / self._size[turns], 0)
         best = int(shares.argmax())
-        item = self._item[turns[best]]
-        return Drop(
-            f"contamination.{item.set}", f"holds {shares[best]:.0%} of the {GRAM}-grams of {item}"
-        )
+        note = f"holds {shares[best]:.0%} of the {GRAM}-grams of"
+        return self._item[turns[best]].drop(note)
 
     def _found(self, texts: Iterable[HashArray], size: int) -> NDArray[np.int64]:
         return self._postings[size].found(
@@ -249,9 +248,8 @@ def _grams(words: Sequence[str]) -> dict[int, HashArray]:
         grams = runs(hashes, size)
         if len(grams):
             windows = np.sort(np.lib.stride_tricks.sliding_window_view(distinct, size), axis=1)
-            num_distinct = (
-                np.diff(windows, axis=1, prepend=np.zeros((len(windows), 1), np.uint64)) != 0
-            ).sum(axis=1)
+            before = np.zeros((len(windows), 1), np.uint64)
+            num_distinct = (np.diff(windows, axis=1, prepend=before) != 0).sum(axis=1)
             chosen = grams[num_distinct >= least]
             grams = grams if size == GRAM and not len(chosen) else chosen
         found[size] = np.unique(grams)

@@ -43,9 +43,8 @@ def too_long(limit: int) -> RowFilter:
 
     def keep(row: SourceRow) -> SourceRow | Drop:
         count = row.all_characters
-        if count <= limit:
-            return row
-        return Drop("too_long", f"{count} characters, allowed are {limit}")
+        note = f"{count} characters, allowed are {limit}"
+        return row if count <= limit else Drop("too_long", note)
 
     return keep
 
@@ -74,9 +73,8 @@ def in_languages(keep: Sequence[str]) -> RowFilter:
 
     def filter(row: SourceRow) -> SourceRow | Drop:
         found = row_language(row)
-        if found in keep or found == UNKNOWN:
-            return row
-        return Drop("language", f"it is in {found!r}")
+        is_kept = found in keep or found == UNKNOWN
+        return row if is_kept else Drop("language", f"it is in {found!r}")
 
     return filter
 

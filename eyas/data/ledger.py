@@ -253,11 +253,9 @@ class Ledger:
 
     def placeholders(self) -> list[str]:
         """A line for each source with prompts whose publisher replaced names."""
-        return [
-            f"{name}: {counts.placeholders:,} prompts hold placeholders such as NAME_1"
-            for name, counts in self._sources.items()
-            if counts.placeholders
-        ]
+        counts = ((name, one.placeholders) for name, one in self._sources.items())
+        says = "prompts hold placeholders such as NAME_1"
+        return [f"{name}: {count:,} {says}" for name, count in counts if count]
 
     def check(self) -> None:
         """Assert that in no source a row is lost or invented."""
@@ -299,13 +297,9 @@ def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[st
             yield from map(printable, _described(line))
         else:
             others[line["reason"]] += 1
-    if shown:
-        yield printable(f"{shown.total()} rows: {_pairs(shown)}")
-    else:
-        yield printable(
-            f"no dropped row has a reason that begins with {reason!r}; there are: "
-            f"{_pairs(others) or 'none'}"
-        )
+    last = f"{shown.total()} rows: {_pairs(shown)}"
+    none = f"no dropped row has a reason that begins with {reason!r}; there are: "
+    yield printable(last if shown else none + (_pairs(others) or "none"))
 
 
 def _described(line: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,6 @@ is a trait, on which the policy decides. Answers are dropped, so their authors a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -92,10 +91,8 @@ def gate(
     looks: Sequence[Collection[FileLook]] | None = None,
 ) -> list[Verdict]:
     """A verdict on each source. looks: at each source's files, once they are known."""
-    return [
-        judge(source, policy, look)
-        for source, look in zip(sources, looks or itertools.repeat(None, len(sources)), strict=True)
-    ]
+    given: Sequence[Collection[FileLook] | None] = looks or [None] * len(sources)
+    return [judge(source, policy, look) for source, look in zip(sources, given, strict=True)]
 
 
 def require(verdicts: Sequence[Verdict]) -> None:
@@ -121,16 +118,22 @@ def judge(
     alike = known or named_like(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
     traits = [
-        *_licence_traits(source, holds["licence"], policy),
-        *(
-            SourceTrait("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
-            for trait in (alike.terms if alike else ())
-        ),
+        *_licence_traits(holds["licence"], policy),
         *_author_traits("prompts_by", holds["prompts_by"], policy),
         *_author_traits("answers_by", holds["answers_by"], policy),
-        *(_contradictions(source, alike, policy) if alike else ()),
-        *(() if known else _consent(source, look or ())),
     ]
+    if alike:
+        for one in alike.terms:
+            meaning = policy.traits.get(one, "asked by its publisher")
+            traits.append(SourceTrait("terms", one, one, meaning))
+        traits += _contradictions(source, alike, policy)
+    if not known and any(one.is_log for one in look or ()) and not (source.log or source.shape):
+        remedy = (
+            "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "
+            "them may be used>}; shape: openai, if it is a published set"
+        )
+        meaning = "its files look like a log of requests"
+        traits.append(SourceTrait("terms", NO_CONSENT, "not stated", meaning, remedy))
     objections = [
         Objection(rule.name, one.field, one.value, f"{one.meaning}; {rule.because}", one.remedy)
         for rule in policy.rules
@@ -162,32 +165,24 @@ def judge(
     )
 
 
-def _licence_traits(
-    source: SourceConfig, text: str | None, policy: LicencePolicy
-) -> list[SourceTrait]:
+def _licence_traits(text: str | None, policy: LicencePolicy) -> Iterator[SourceTrait]:
     remedy = "licence: <SPDX id>"
     if not text or text.upper() == NO_LICENCE:
-        return [SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
-    traits = list[SourceTrait]()
+        yield SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)
+        return
     for id in licence_ids(text):
-        entry = policy.licence(id)
-        if entry is None:
+        if (entry := policy.licence(id)) is None:
             problem = "the policy has no entry for it; of several, state the one that you take"
-            traits.append(SourceTrait("licence", UNKNOWN, id, problem, remedy))
-            continue
-        traits += (
-            SourceTrait("licence", one, id, policy.traits.get(one, "the policy refuses it"))
-            for one in entry.traits
-        )
-    return traits
+            yield SourceTrait("licence", UNKNOWN, id, problem, remedy)
+        for one in entry.traits if entry else ():
+            yield SourceTrait("licence", one, id, policy.traits.get(one, "the policy refuses it"))
 
 
 def _author_traits(
     field: TermField, text: str | None, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    names = _authors(text)
+    names, remedy = _authors(text), f"{field}: human, or {field}: <the model's name>"
     if not names:
-        remedy = f"{field}: human, or {field}: <the model's name>"
         yield SourceTrait(field, UNKNOWN, "not given", "no author is named", remedy)
     for name in names:
         entry = policy.author(name)
@@ -208,26 +203,11 @@ def _contradictions(
         stated, recorded = getattr(source, field), getattr(known, field)
         if stated and recorded and _differ(field, stated, recorded, policy):
             meaning = f"the registry has {recorded} for {known.id}, {known.url}"
-            yield SourceTrait(
-                field, CONTRADICTED, stated, meaning, f"no {field}, so that the registry's counts"
-            )
+            remedy = f"no {field}, so that the registry's counts"
+            yield SourceTrait(field, CONTRADICTED, stated, meaning, remedy)
         elif recorded and not stated and field in known.unverified:
-            yield SourceTrait(
-                field, UNVERIFIED, recorded, f"believed, not verified: look at {known.url}"
-            )
-
-
-def _consent(source: SourceConfig, look: Collection[FileLook]) -> Iterator[SourceTrait]:
-    """A log of requests that is given as a set of prompts."""
-    if any(one.is_log for one in look) and not (source.log or source.shape):
-        yield SourceTrait(
-            "terms",
-            NO_CONSENT,
-            "not stated",
-            "its files look like a log of requests",
-            "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "
-            "them may be used>}; shape: openai, if it is a published set",
-        )
+            meaning = f"believed, not verified: look at {known.url}"
+            yield SourceTrait(field, UNVERIFIED, recorded, meaning)
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
@@ -272,8 +252,7 @@ def _notes(
         return
     taken = [field for field in COMPARED if not getattr(source, field) and getattr(known, field)]
     if taken:
-        listed = ", ".join(taken)
-        yield f"{listed} from the registry ({known.source}; checked {known.checked})"
+        yield f"{', '.join(taken)} from the registry ({known.source}; checked {known.checked})"
     if known.note:
         yield known.note
 
@@ -284,10 +263,8 @@ def _mistakes(
     for rule in reasons:
         if rule not in fired:
             known = ", ".join(one.name for one in policy.rules)
-            yield (
-                f"overrule {rule}: no such rule fires for this source; remove the overrule "
-                f"(rules: {known})"
-            )
+            remedy = f"remove the overrule (rules: {known})"
+            yield f"overrule {rule}: no such rule fires for this source; {remedy}"
         elif rule not in valid:
             yield f"overrule {rule}: no reason is given; say why this use is allowed"
 

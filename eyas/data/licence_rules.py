@@ -172,7 +172,7 @@ def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
             "write at least one rule",
         )
     used = [trait for rule in policy.rules for trait in rule.refuse]
-    entries = (*policy.licences, *policy.authors)
+    entries: list[LicenceEntry | AuthorEntry] = [*policy.licences, *policy.authors]
     used += [trait for entry in entries for trait in entry.traits]
     _all_known(used, {*policy.traits, *FOUND_BY_GATE}, "trait", where)
     return policy

@@ -91,8 +91,9 @@ class LoggedRequest:
         return {**kept, "id": self.id} if self.id else kept
 
 
-def _openai(record: dict[str, Any]) -> LoggedRequest:
-    return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
+def _openai(record: dict[str, Any], body: dict[str, Any] | None = None) -> LoggedRequest:
+    named = _text(record, "id", "request_id"), _text(record, "user")
+    return LoggedRequest(record if body is None else body, record, *named)
 
 
 def _responses(record: dict[str, Any]) -> LoggedRequest:
@@ -107,7 +108,7 @@ def _responses(record: dict[str, Any]) -> LoggedRequest:
         ]
     body = {"messages" if isinstance(given, list) else "prompt": given}
     body |= {"system": record.get("instructions"), "tools": record.get("tools")}
-    return LoggedRequest(body, record, _text(record, "id", "request_id"), _text(record, "user"))
+    return _openai(record, body)
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
@@ -119,8 +120,8 @@ def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
         given = {"messages": given}
     elif not isinstance(given, dict):
         given = {"prompt": given}
-    user = _text(record, "userId", "userid", "user_id")
-    return LoggedRequest(given, record, _text(record, "id"), user)
+    named = _text(record, "id"), _text(record, "userId", "userid", "user_id")
+    return LoggedRequest(given, record, *named)
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
@@ -255,10 +256,9 @@ def says(record: Any, field: str) -> bool:
     path, _, value = field.partition("=")
     accepted = {value.casefold()} if value else YES
     found = _at(record, path)
-    items = found if isinstance(found, list) else [found]
     return any(
         isinstance(item, str | int | bool) and str(item).strip().casefold() in accepted
-        for item in items
+        for item in (found if isinstance(found, list) else [found])
     )
 
 

@@ -90,24 +90,21 @@ def _word_hash(word: str) -> int:
 
 def log_ratio(traffic: NDArray[Any], pool: NDArray[Any]) -> WeightArray:
     """The log-ratio of each n-gram's smoothed shares of traffic and pool: float64 [B]."""
-    ratio: WeightArray = np.log(smoothed(traffic)) - np.log(smoothed(pool))
-    return ratio
+    return np.asarray(np.log(smoothed(traffic)) - np.log(smoothed(pool)))
 
 
 def log_weights(block: GramBlock, ratio: WeightArray) -> WeightArray:
     """STRENGTH times the mean `log_ratio` of each row's n-grams, 0 without any: float64 [R]."""
-    # Each row is summed by itself: differences of a running sum would depend on earlier rows.
+    # Row by row: differences of a running sum would depend on earlier rows.
     rows = np.repeat(np.arange(len(block.counts)), block.counts)
     sums = np.bincount(rows, weights=ratio[block.grams], minlength=len(block.counts))
-    weights: WeightArray = STRENGTH * sums / np.maximum(block.counts, 1)
-    return weights
+    return np.asarray(STRENGTH * sums / np.maximum(block.counts, 1))
 
 
 def smoothed(counts: NDArray[Any]) -> WeightArray:
     """The shares of the buckets, smoothed after Laplace: float64 [B]."""
     one_each = counts.astype(np.float64) + 1
-    shares: WeightArray = one_each / one_each.sum()
-    return shares
+    return np.asarray(one_each / one_each.sum())
 
 
 def sample(weights: WeightArray, keys: HashArray, num: int, seed: int) -> RowMask:
@@ -129,8 +126,7 @@ def gumbel(keys: HashArray, seed: int) -> WeightArray:
     offset = scrambled(np.array([seed % 2**64], np.uint64) + GOLDEN)
     # in (0, 1)
     uniform = ((scrambled(keys ^ offset) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
-    noise: WeightArray = -np.log(-np.log(uniform))
-    return noise
+    return np.asarray(-np.log(-np.log(uniform)))
 
 
 def select_like(pool: GramBlock, alive: RowMask, traffic: CountArray, pick: PickRows) -> RowMask:

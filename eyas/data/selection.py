@@ -177,13 +177,10 @@ def _file(number: int, kind: str) -> str:
 
 
 def _row(value: dict[str, Any]) -> SourceRow:
-    parts = {
-        "masked": (Finding(**finding) for finding in value["masked"]),
-        "names": (NameSearch(**part) for part in value["names"]),
-        "turns": value["turns"],
-        "compared": value["compared"],
-    }
-    return SourceRow(**{**value, **{name: tuple(part) for name, part in parts.items()}})
+    parts = {name: tuple(value[name]) for name in ("turns", "compared")}
+    parts["masked"] = tuple(Finding(**one) for one in value["masked"])
+    parts["names"] = tuple(NameSearch(**one) for one in value["names"])
+    return SourceRow(**{**value, **parts})
 
 
 class RemainingRows:
@@ -198,11 +195,8 @@ class RemainingRows:
         self._ends = np.cumsum([len(one["id"]) for one in blocks])
         for number, one in enumerate(blocks):
             one["begun_by"] += self.first(number)
-        self.arrays = (
-            {name: np.concatenate([one[name] for one in blocks]) for name in blocks[0]}
-            if blocks
-            else {}
-        )
+        names = blocks[0] if blocks else ()
+        self.arrays = {name: np.concatenate([one[name] for one in blocks]) for name in names}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.num_blocks else 0
@@ -273,13 +267,13 @@ class Selection:
         return int(self.taken.sum())
 
     def drop(self, number: int, rows: RemainingRows) -> Drop | None:
-        reason = REASONS[self.reason[number]]
-        if not reason:
+        if not (reason := REASONS[self.reason[number]]):
             return None
-        if self.same_as[number] == NONE:
-            return Drop(reason, note=NOTES[reason])
-        other = rows.row(int(self.same_as[number]))
-        return Drop(reason, note=f"{NOTES[reason]} {other.where} of {other.source}")
+        note = NOTES[reason]
+        if self.same_as[number] != NONE:
+            other = rows.row(int(self.same_as[number]))
+            note = f"{note} {other.where} of {other.source}"
+        return Drop(reason, note)
 
     def id(self, number: int, row: SourceRow) -> str:
         """The id of a row that is taken."""

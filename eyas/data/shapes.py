@@ -18,8 +18,8 @@ from eyas.data.streams import Unreadable, is_encodable
 UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 
 SYSTEM_KEYS = ("system", "system_prompt")
-ID_KEYS = ("id", "conversation_id", "question_id", "prompt_id", "conversation_hash")
-ID_KEYS += ("message_tree_id",)
+ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id")
+ID_KEYS += ("conversation_hash", "message_tree_id")
 TOOL_KEYS = ("tools", "functions")
 WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
@@ -72,14 +72,12 @@ def _messages(items: list[Any], key: str) -> UserSide:
     """What the user says in several messages before an answer is one turn: half a
     question is none.
     """
-    turns: list[str] = []
-    goes_on = False
-    systems: list[str] = []
+    turns, systems, goes_on = list[str](), list[str](), False
     for item in items:
         if not isinstance(item, dict):
-            if all(isinstance(other, str) for other in items):
-                raise Unreadable(f"{key} is a list of texts, which does not say who speaks")
-            raise Unreadable("a message is not an object")
+            is_text = all(isinstance(other, str) for other in items)
+            problem = f"{key} is a list of texts, which does not say who speaks"
+            raise Unreadable(problem if is_text else "a message is not an object")
         role = _role(item)
         if role in TOOL_ROLES or item.get("tool_calls") or item.get("function_call"):
             raise Unreadable("it calls tools", "tools")

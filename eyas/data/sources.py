@@ -109,12 +109,9 @@ class SourceConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        if self.name:
-            return self.name
-        if found := hub_sets.hub_set(self.path):
-            return found[0]
-        if named := URL_SET.fullmatch(self.path):
-            return named[1]
+        found, named = hub_sets.hub_set(self.path), URL_SET.fullmatch(self.path)
+        if label := self.name or (found and found[0]) or (named and named[1]):
+            return label
         scheme, _, path = public_url(self.path).rpartition("::")[2].rpartition("://")
         solid = [part for part in path.split("/") if part and not GLOB_SIGNS & set(part)]
         if not solid:
@@ -263,9 +260,8 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
         found = {one: public_url(one) for one in _expanded(filesystem, path, source.path)}
     folders = [posixpath.dirname(shown) for shown in found.values()]
     start = len(posixpath.commonpath(folders) if len(folders) > 1 else folders[0])
-    places = [
-        SourceFile(shown[start:].lstrip("/"), one, filesystem) for one, shown in found.items()
-    ]
+    names = ((shown[start:].lstrip("/"), one) for one, shown in found.items())
+    places = (SourceFile(name, one, filesystem) for name, one in names)
     return sorted(places, key=lambda place: place.name)
 
 

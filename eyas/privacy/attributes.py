@@ -141,10 +141,12 @@ def birth_dates(text: str) -> Iterator[Span]:
             yield match.span("value")
 
 
-def is_plate(value: str) -> bool:
-    """Whether it has letters and digits, as many as a number plate."""
-    letters = [letter for letter in value if letter.isalnum()]
-    return len(letters) in PLATE_LENGTHS and len({letter.isdigit() for letter in letters}) == 2
+def plates(text: str) -> Iterator[Span]:
+    """Letters and digits behind a word for a number plate, as many as one has."""
+    for match in PLATE.finditer(text):
+        letters = [*filter(str.isalnum, match["value"])]
+        if len(letters) in PLATE_LENGTHS and len({*map(str.isdigit, letters)}) == 2:
+            yield match.span("value")
 
 
 def mac_addresses(text: str) -> Iterator[Span]:

@@ -15,7 +15,6 @@ place or a link alone identifies nobody.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,12 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from eyas.errors import ConfigError
 from eyas.privacy import invented
 from eyas.privacy.attributes import (
-    PLATE,
     birth_dates,
     coordinates,
     handles,
-    is_plate,
     mac_addresses,
+    plates,
 )
 from eyas.privacy.identifiers import is_named, national_ids
 from eyas.privacy.invented import KeyedRandom
@@ -83,17 +81,6 @@ class PiiType:
     is_reserved: Callable[[str], bool] = lambda value: False
     is_windowed: bool = True
     has_digit: bool = False
-
-
-def matching(pattern: re.Pattern[str], is_one: Callable[[str], bool] = bool) -> Search:
-    """The search for a pattern's group `value`, if it passes a check."""
-
-    def find(text: str) -> Iterator[Span]:
-        for match in pattern.finditer(text):
-            if is_one(match["value"]):
-                yield match.span("value")
-
-    return find
 
 
 # The order is a rank: overlapping findings become one of the first type, under which a dropped row
@@ -210,7 +197,7 @@ PII_TYPES = (
         "LICENSE_PLATE",
         None,
         "license plate: ⟨7ABC-123⟩",
-        matching(PLATE, is_plate),
+        plates,
         invented.same_form,
         is_numbered=True,
         has_digit=True,
