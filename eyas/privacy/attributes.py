@@ -27,9 +27,7 @@ BIRTH_DATES = (
     ),
     re.compile(
         rf"(?<![\w-])(?<!\d[./])(?P<value>{DATE})\s?"
-        r"(?:(?:in \w+ )?geboren|生まれ|出生|에 (?:태어|출생)"
-        r"|(?:tarihinde )?doğ(?:um|d)\w*"
-        r"|को (?:हुआ|जन्म))",
+        rf"(?:{joined('born')})",
         re.I,
     ),
 )
@@ -63,13 +61,8 @@ COORDINATES = re.compile(
     r"|\d{1,2}\.\d{3,} ?[NS],? {0,2}\d{1,3}\.\d{3,} ?[EW])(?!\w)",
     re.I,
 )
-PLACE_CUE = (
-    r"coordinates?|coords?|gps|lat(?:itude)?[/, ]+(?:lon|lng|long)(?:itude)?|geo|location"
-    r"|(?:live|reside|house is|home is|home|me up|meet me)(?: at)?|vivo en|wohne (?:bei|in)"
-    r"|abito a|moro em|koordinaten|coordenadas|coordonn[ée]es|coordinate|position|pin|maps?"
-)
 PAIR = re.compile(
-    rf"(?<![\w.])(?:{PLACE_CUE})(?!\w)[^\n;?!]{{0,24}}?[\s:=@(\[\"']{{1,3}}"
+    rf"(?<![\w.])(?:{joined('place')})(?!\w)[^\n;?!]{{0,24}}?[\s:=@(\[\"']{{1,3}}"
     rf"(?P<value>{_NUMBER}[°,; ]{{1,3}}{_NUMBER})(?![\w]|\.\d)",
     re.I,
 )
@@ -83,14 +76,7 @@ LATITUDE = re.compile(
     re.I,
 )
 
-NETWORKS = (
-    r"twitter|instagram|insta|ig|telegram|tiktok|github|gitlab|discord|snapchat|snap|skype|reddit"
-    r"|mastodon|bluesky|youtube|twitch|linkedin|facebook|fb|whatsapp|steam|psn|xbox"
-)
-NAME_CUE = (
-    r"handle|user[ _]?name|screen[ _]?name|nick(?:[ _]?name)?|account name|login name|gamertag"
-    r"|alias"
-)
+NETWORKS, NAME_CUE = joined("networks"), joined("account_name")
 ACCOUNT_NAME = r"[A-Za-z0-9_](?:[\w.-]{1,30}\w)?"
 AT_HANDLE = re.compile(
     rf"(?<![\w.@/`\"'#}}])(?<!\w\()@(?=[\w.-]*[A-Za-z])(?=[\w.-]{{3}}){ACCOUNT_NAME}(?![\w@(/-]|\.\w)"
@@ -102,9 +88,8 @@ HANDLE_CUE = re.compile(
 )
 # The user's name in a path that begins there, unless it is one that many machines have.
 HOME = re.compile(
-    r"(?:(?<![\w.~}/-])(?:file://)?(?:(?:/mnt)?/[a-z]|/var|/usr|/export)?/(?:home|Users)/|\b[A-Z]:\\{1,2}Users\\{1,2})(?!(?:user(?:name)?s?|public|shared|default|admin\w*|root"
-    r"|ubuntu|debian|centos|ec2-user|pi|runner|vagrant|jovyan|linuxbrew|guest|me|you|name|your\w*|test|app"
-    r"|dev|git|node|www\w*|hadoop|postgres|jenkins|coder?|vscode|student|x+)(?![\w.-]))"
+    r"(?:(?<![\w.~}/-])(?:file://)?(?:(?:/mnt)?/[a-z]|/var|/usr|/export)?/(?:home|Users)/"
+    rf"|\b[A-Z]:\\{{1,2}}Users\\{{1,2}})(?!(?:{joined('users')})(?![\w.-]))"
     r"(?P<value>[A-Za-z][\w.-]{1,30}\w)(?=[/\\\s\"']|$)"
 )
 DISCORD = re.compile("discord", re.I)  # elsewhere name#1234 is an issue of a repository
@@ -114,8 +99,7 @@ NAMED_HANDLE = re.compile(
     rf"(?: is| was|:| =| called| named)\s{{1,2}}[\"']?@?(?P<name>(?=[\w.-]*[A-Za-z]){ACCOUNT_NAME})"
     r"(?![\w@(/=#-]|\.\w)"
     r"|(?<![\w.])(?:t\.me|(?:instagram|twitter|x|facebook|tiktok|linkedin|snapchat)\.com"
-    r"(?:/in|/add)?)/@?(?P<profile>(?!(?:p|in|add|reel|reels|share|sharer|intent|home|groups|hashtag"
-    r"|search|explore|login|help|about|legal|privacy|pages|events|company|jobs|watch)\b)[\w.]{3,30}\b)"
+    rf"(?:/in|/add)?)/@?(?P<profile>(?!(?:{joined('pages')})\b)[\w.]{{3,30}}\b)"
     r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,

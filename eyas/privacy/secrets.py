@@ -40,11 +40,7 @@ WIF_SIZES = (37, 38)  # bytes
 ELSEWHERE = joined("password_elsewhere")
 WORDS = f"{joined('password')}|{ELSEWHERE}"
 # Between such a word and the value
-IS = (
-    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak|är|er|je|là|adalah|este|on"
-    r"|είναι|היא|הוא)\s{1,3}"
-    r"|\s{0,3}(?:=>|[:=]{1,2}|是|为|為|は|는|은|—|–)\s{0,3})"
-)
+IS = rf"(?:\s{{1,3}}(?:{joined('is')})\s{{1,3}}|\s{{0,3}}(?:{joined('is_sign')})\s{{0,3}})"
 PASSWORD = re.compile(
     rf"(?<![A-Za-z])(?:[a-z]+[_-])?(?:{WORDS})(?:[_-][a-z]+)?[\"'\])]{{0,2}}"
     r"(?: (?:for|to|of|on|für|von|para|от|для) [^\n:=\"]{1,40})?"
@@ -71,8 +67,7 @@ PASSWORD_NEXT = re.compile(
 )
 # "the credentials are a / b", both of which go
 CREDENTIALS = re.compile(
-    r"(?<![A-Za-z])(?:credentials?|creds|user(?:name)? ?/ ?pass(?:word)?"
-    r"|log ?in(?: details| data| info)?|logins?|zugangsdaten|credenciales|identifiants)"
+    rf"(?<![A-Za-z])(?:{joined('credentials')})"
     r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
     r"(?:\s{1,2}(?:is|are|were|sind|son|sont)\s{1,2}|\s?[:=]\s{0,2})[\"'`]?"
     r"(?P<user>[^\s\"'`<>{}()\[\],;/|]{2,64})[\"'`]?\s?(?:/|\||,|:|and|und)\s?[\"'`]?"
@@ -80,24 +75,13 @@ CREDENTIALS = re.compile(
     re.I,
 )
 COMMANDS = [re.compile(written) for written in LISTS["commands"]]
-ALGORITHM = re.compile(
-    r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
-    re.I,
-)
+ALGORITHM = re.compile(rf"(?:{joined('algorithms')})[-_]?\d.*", re.I)
 # What the patterns above need, in small letters
 MAYBE_PASSWORD = re.compile(
     rf"{WORDS}|pass|pw|cred|log ?in|zugangsdaten|identifiants|[ -]key|\b(?:pin|curl|mysql|mariadb"
     r"|openssl|\w*client|redis-cli|net)\b"
 )
-# An example, or code that fetches the password
-PLACEHOLDER = re.compile(
-    r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
-    r"(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}|x{3,}|[*.•_-]{3,}|none|null|true|false"
-    r"|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted"
-    r"|[$%^<&]\S*",
-    re.I,
-)
-
+PLACEHOLDER = re.compile(joined("no_password"), re.I)
 CODE = re.compile(r"://|^[a-z_]\w*(?:\.[a-z_]\w*[a-z_])+$|\.(?:com|org|net|io)\b|\d\.\d")
 
 KEY_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")

@@ -27,18 +27,9 @@ AT_ALONE, DOT_ALONE = (
     "dot|punto|ponto|punkt|kropka|точка",
 )
 DOMAIN_WORDS = rf"[\w-]+(?:[ _-](?:{DOT_ALONE})[ _-][\w-]+)+"
-FREE_MAIL = (
-    r"(?:gmail|googlemail|yahoo|hotmail|outlook|icloud|protonmail|proton|gmx|aol|msn|web|yandex"
-    r"|qq|163)\.[a-z]{2,3}\b"
-)
-# beside a spaced @, which is an operator too
-DOMAINS = "com|org|net|edu|gov|info|eu|de|fr|es|it|nl|uk|pl|se|ch|ru|jp|cn|br"
-# "look at gmail.com" is no address
-NO_LOCAL_PART = """
-    look looked is are was be me us mail email emails address account accounts arrive user users up
-    in on here only found available login anything not it them you and or
-"""
-BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in NO_LOCAL_PART.split())
+FREE_MAIL = rf"(?:{LISTS['free_mail'][0]})\.[a-z]{{2,3}}\b"
+DOMAINS = LISTS["spaced_domains"][0]
+BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in LISTS["no_local_part"].split())
 AT_SPELT = re.compile(
     rf"(?<=\w)[ _-](?:{AT_ALONE})[ _-](?={DOMAIN_WORDS})"
     r"|(?<=\w) arobase (?=[\w-]+ point [a-z])"
