@@ -66,9 +66,6 @@ def said(source="chat", characters=40, masked=()):
 
 
 def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
-    """A ledger with `kept` rows out of each source and each of `dropped` (reason: count) from the
-    first.
-    """
     versions = {"eyas": measured()["versions"]["eyas"], "quality": 3}
     made = Ledger(versions, {"personal": {"policy": "surrogate"}}, verdicts)
     for number, source in enumerate(sources):
@@ -158,7 +155,6 @@ NAMES = [
 
 
 def signed(**record):
-    """A card with a record of processing, where German was not searched for names."""
     made = ledger(9, DROPPED)
     made["sources"]["chat"]["names"] = NAMES
     made["sources"]["code"]["names"] = [{**NAMES[1], "language": "zxx", "reason": "code"}]
@@ -314,7 +310,6 @@ def test_what_comes_from_outside_is_escaped():
 
 
 def test_no_found_value_can_reach_it():
-    """A value is in a row; the card gets counts, made of lines, which hold none."""
     value = "+1 415 555 0134"
     made = Ledger()
     found = Finding("PHONE_NUMBER", 5, 5 + len(value), 0, "5f00")
@@ -376,7 +371,6 @@ def test_no_row_at_all_is_a_card_too():
 
 @needs_chromium
 def test_a_browser_draws_it_without_a_network(tmp_path):
-    """As wide as a phone or a screen and no wider, and no blank sheet."""
     found = framed(tmp_path, write_card(signed()), (360, 1200))
     assert sorted(window for _, window, _ in found) == [360, 1200]
     assert all(wide <= window for wide, window, _ in found)

@@ -536,7 +536,6 @@ def test_a_word_before_a_number_that_names_no_thing_leaves_it_found(text):
 
 
 def test_a_word_of_another_language_names_no_document():
-    """The cues of all kinds together hold German's "ein" and Spanish's "sin"."""
     for text, drops in {
         "ein Kasten sin tapa, 54362315K": None,
         "DNI 54362315K": "NATIONAL_ID",
@@ -644,7 +643,6 @@ def test_alone_most_national_numbers_need_a_word_beside_them():
     ],
 )
 def test_one_changed_letter_fails_a_wallets_check(valid, address):
-    """Addresses of the Bitcoin and Litecoin documentation, of BIP 173 and BIP 350."""
     assert valid(address)
     changed = [
         address[:at] + ("2" if address[at] != "2" else "3") + address[at + 1 :]
@@ -692,9 +690,6 @@ INVISIBLE = st.sampled_from(["\u200b", "\u00ad", "\u2060", "\ufeff", "\u200d", "
 @settings(deadline=None, max_examples=80)
 @given(st.sampled_from(sorted(NUMBERS)), st.sampled_from((None, *DIGITS)), st.data())
 def test_digits_of_any_script_are_found_and_replaced(type, digits, data):
-    """Also with invisible characters between the digits. A surrogate that is the value in plain
-    digits would count as masked.
-    """
     value = NUMBERS[type].translate(digits or {})
     value = "".join(letter + data.draw(INVISIBLE) for letter in value)
     text = f"Hello, {value}, thanks"

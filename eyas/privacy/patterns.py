@@ -10,7 +10,7 @@ import functools
 import hashlib
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import phonenumbers
 from stdnum import bitcoin, iban, luhn
@@ -91,7 +91,7 @@ ACCOUNT_NUMBER = re.compile(
 )
 SIX_DIGITS = re.compile(r"\d[\d -]{4,22}\d")
 NO_ACCOUNT = re.compile(joined("no account"), re.I)
-SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
+ACCOUNT_LENGTHS = range(34, 14, -1)  # letters and digits: Malta has 31, Norway 15
 
 SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
 # Beside a cue: bare, or with any separators
@@ -230,8 +230,8 @@ def cards(text: str) -> Iterator[Span]:
             yield match.span()
     if CARD_CUE.search(text):
         for match in CARD_RUN.finditer(text):
-            if says(text, *match.span(), CARD_CUE, holds=True):
-                yield from _card_at_start(text, *match.span())
+            if says(text, *match.span(), CARD_CUE, holds=True):  # an expiry date may follow
+                yield from _beginning(text, match.span(), str.isdigit, CARD_LENGTHS, is_card)
 
 
 def is_card(digits: str) -> bool:
@@ -239,30 +239,34 @@ def is_card(digits: str) -> bool:
     return CARD.fullmatch(digits) is not None and luhn.is_valid(digits)
 
 
-def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
-    """An expiry date may follow."""
-    places = [place for place in range(start, end) if text[place].isdigit()]
-    for length in CARD_LENGTHS:
-        ends_group = length == len(places) or (
-            length < len(places) and places[length] > places[length - 1] + 1
-        )
-        if ends_group and is_card("".join(text[place] for place in places[:length])):
-            yield start, places[length - 1] + 1
+def _beginning(
+    text: str,
+    span: Span,
+    counts: Callable[[str], bool],
+    lengths: Iterable[int],
+    is_one: Callable[[str], bool],
+) -> Iterator[Span]:
+    """The beginning of a span with the first of the lengths that ends a group and passes a check.
+    counts: which characters do.
+    """
+    places = [place for place in range(*span) if counts(text[place])]
+    for length in (one for one in lengths if one <= len(places)):
+        end = places[length - 1] + 1
+        ends_group = not counts(text[end : end + 1])
+        if ends_group and is_one("".join(text[place] for place in places[:length])):
+            yield span[0], end
             return
+
+
+def is_account(letters: str) -> bool:
+    """Whether the letters and digits are an IBAN's."""
+    return bool(iban.is_valid(letters, False))
 
 
 def accounts(text: str) -> Iterator[Span]:
     """IBANs with right check digits, between any separators; the digits behind "account number"."""
     for match in ACCOUNT.finditer(text):
-        start, end = match.span(1)
-        places = [place for place in range(start, end) if text[place].isalnum()]
-        for length in range(len(places), SHORTEST_ACCOUNT - 1, -1):
-            last = places[length - 1] + 1
-            if text[last : last + 1].isalnum():
-                continue
-            if iban.is_valid("".join(text[place] for place in places[:length]), False):
-                yield start, last
-                break
+        yield from _beginning(text, match.span(1), str.isalnum, ACCOUNT_LENGTHS, is_account)
     for match in ACCOUNT_NUMBER.finditer(text) if SIX_DIGITS.search(text) else ():
         if not (match["word"] and NO_ACCOUNT.match(text, match.start("value"))):
             yield match.span("value")

@@ -83,6 +83,8 @@ class PiiType:
     has_digit: bool = False
 
 
+Number = functools.partial(PiiType, is_numbered=True, has_digit=True)
+
 # The order is a rank: overlapping findings become one of the first type, under which a dropped row
 # is counted. A new type is an entry here: nothing else names it.
 PII_TYPES = (
@@ -119,48 +121,40 @@ PII_TYPES = (
         invented.same_form,
         is_windowed=False,
     ),
-    PiiType(
+    Number(
         "CREDIT_CARD",
         "drop",
         "⟨4242-4242-4242-4242⟩",
         cards,
         invented.card,
-        is_numbered=True,
         is_named=functools.partial(says, cue=CARD_CUE),
         is_windowed=False,
         is_reserved=invented.is_test_card,
-        has_digit=True,
     ),
-    PiiType(
+    Number(
         "IBAN_CODE",
         "drop",
         "⟨GB29 NWBK 6016 1331 9268 19⟩",
         accounts,
         invented.iban,
-        is_numbered=True,
-        has_digit=True,
     ),
-    PiiType(
+    Number(
         "US_SSN",
         "drop",
         "⟨219-45-9876⟩",
         social_security_numbers,
         invented.social_security_number,
-        is_numbered=True,
         is_named=functools.partial(says, cue=SSN_CUE),
         is_windowed=False,
-        has_digit=True,
     ),
-    PiiType(
+    Number(
         "NATIONAL_ID",
         "drop",
         "⟨54362315K⟩",
         national_ids,
         invented.national_id,
-        is_numbered=True,
         is_named=is_named,
         is_windowed=False,
-        has_digit=True,
     ),
     PiiType("CRYPTO", None, "⟨1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa⟩", wallets, invented.wallet),
     PiiType(
@@ -174,16 +168,14 @@ PII_TYPES = (
     PiiType(
         "IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address, has_digit=True
     ),
-    PiiType(
+    Number(
         "PHONE_NUMBER",
         None,
         "⟨(212) 736-5000⟩",
         phones,
         invented.phone,
-        is_numbered=True,
         is_windowed=False,
         is_reserved=invented.is_fictional_phone,
-        has_digit=True,
     ),
     PiiType(
         "DATE_OF_BIRTH",
@@ -193,14 +185,12 @@ PII_TYPES = (
         invented.birth_date,
         has_digit=True,
     ),
-    PiiType(
+    Number(
         "LICENSE_PLATE",
         None,
         "license plate: ⟨7ABC-123⟩",
         plates,
         invented.same_form,
-        is_numbered=True,
-        has_digit=True,
     ),
     PiiType(
         "MAC_ADDRESS",
