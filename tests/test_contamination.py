@@ -260,16 +260,17 @@ def spec_bench():
     return rows, Contamination([SourceConfig(path=str(path))])
 
 
-@pytest.mark.parametrize("disguise", DISGUISES.values(), ids=DISGUISES)
-def test_all_of_spec_bench_is_found(spec_bench, disguise):
+@pytest.mark.parametrize("name", DISGUISES)
+def test_all_of_spec_bench_is_found(spec_bench, name):
+    """Every row as it is, and a third of them in each disguise."""
     rows, clean = spec_bench
-    turns = [disguise(turn) for one in rows for turn in one.turns]
-    assert (len(rows), len(turns)) == (480, 560)
-    assert all(
-        dropped(clean(dataclasses.replace(one, turns=tuple(map(disguise, one.turns)))))
-        for one in rows
-    )
-    assert [turn for turn in turns if not dropped(clean(row(turn)))] == []
+    assert (len(rows), sum(len(one.turns) for one in rows)) == (480, 560)
+    disguise, third = DISGUISES[name], list(DISGUISES).index(name) % 3
+    rows = rows if name == "verbatim" else rows[third::3]
+    for one in rows:
+        turns = tuple(map(disguise, one.turns))
+        assert dropped(clean(dataclasses.replace(one, turns=turns)))
+        assert all(dropped(clean(row(turn))) for turn in turns)
 
 
 def test_gsm8k_is_not_dropped_for_its_style(spec_bench):

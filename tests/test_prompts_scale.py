@@ -130,10 +130,6 @@ def test_what_is_compared_has_everything(undisturbed):
     assert len(set(ids)) == len(ids) == ledger["rows_out"]
 
 
-def test_processes_change_nothing(sources, undisturbed, tmp_path):
-    assert contents(made(tmp_path, sources, workers=3)) == undisturbed
-
-
 @needs_ray
 def test_ray_changes_nothing(sources, undisturbed, tmp_path):
     assert contents(made(tmp_path, sources, executor="ray", workers=2)) == undisturbed
@@ -234,7 +230,10 @@ if __name__ == "__main__":
 """
 
 
-def test_a_kill_from_outside(sources, undisturbed, tmp_path, monkeypatch):
+def test_processes_change_nothing_nor_does_a_kill_from_outside(
+    sources, undisturbed, tmp_path, monkeypatch
+):
+    """Of a run with two workers, which then goes on with two."""
     numbers = {"block_rows": BLOCK_ROWS, "rows_per_part": ROWS_PER_PART}
     code = KILLED.format(**numbers, settings=everything(sources), url=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
