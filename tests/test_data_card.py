@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eyas.artifact import File, Manifest
 from eyas.data import streams
 from eyas.data.card import (
     MEANINGS,
@@ -144,10 +145,16 @@ def test_parts_that_are_not_given_are_left_out():
 
 RECORD = {"date": "2026-11-22", "operator": "Example GmbH"}
 RECORD |= {"legal basis": "Art. 6(1)(f)", "erasure": "by keyed hash"}
-SOURCES = [
-    {"name": name, "url": f"data/{name}.jsonl", "sha256": name * 8, "files": 1, "bytes": 1234}
-    for name in ("chat", "code")
-]
+
+
+def source(name, url, identity):
+    files = {"set.jsonl": File(bytes=1234, sha256=identity)}
+    return Manifest(
+        stage="source", identity=identity, config={}, counts={}, files=files, facts={}, url=url
+    )
+
+
+SOURCES = {name: source(name, f"data/{name}.jsonl", name * 8) for name in ("chat", "code")}
 NAMES = [
     {"language": "en", "by": "eyas", "reason": "", "rows": 6, "characters": 900},
     {"language": "de", "by": "", "reason": "policy", "rows": 3, "characters": 100},
@@ -296,7 +303,7 @@ def test_what_comes_from_outside_is_escaped():
         [NASTY],
         NASTY,
         {NASTY: NASTY},
-        [{**SOURCES[0], "name": NASTY, "url": NASTY, "sha256": NASTY}],
+        {NASTY: source(NASTY, NASTY, NASTY)},
         {NASTY: [NASTY], f"{NASTY}2": []},
         [NASTY],
         {"id": NASTY, "from": "file"},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas.artifact import Manifest
 from eyas.data.filters import FILTERS, PRIVACY_REASONS
 from eyas.data.logs import LOG_REASONS
 from eyas.data.recall import measured, recall_in, recall_of
@@ -40,9 +41,9 @@ MOST_PARTS = 40  # lines of the table by language
 class CardContents:
     """What a card shows; an absent part is left out.
 
-    ledger: ledger.json; match: `match_report`; record: text by heading; sources: name, url, sha256,
-    files and bytes of each; searched: types by source; dropping: types whose rows are dropped; key:
-    its "id", and "from": `key_place`.
+    ledger: ledger.json; match: `match_report`; record: text by heading; sources: as inputs, by
+    name; searched: types by source; dropping: types whose rows are dropped; key: its "id", and
+    "from": `key_place`.
     """
 
     ledger: Mapping[str, Any]
@@ -50,7 +51,7 @@ class CardContents:
     evaluation: Sequence[str] = ()
     identity: str = ""
     record: Mapping[str, str] = field(default_factory=dict)
-    sources: Sequence[Mapping[str, Any]] = ()
+    sources: Mapping[str, Manifest] = field(default_factory=dict)
     searched: Mapping[str, Sequence[str]] = field(default_factory=dict)
     dropping: Sequence[str] = ()
     key: Mapping[str, str] = field(default_factory=dict)

@@ -155,9 +155,7 @@ class PersonalData:
         )
 
 
-@functools.cache
-def _default_detector() -> Detector:
-    return Detector(EVERY_TYPE)
+_default_detector = functools.cache(lambda: Detector(EVERY_TYPE))
 
 
 def find_all_types(text: str) -> list[Finding]:

@@ -404,16 +404,7 @@ def card_contents(
         evaluation=[source.label for source in config.evaluation],
         identity=made_by,
         record={"date": today, **config.record},
-        sources=[
-            {
-                "name": name,
-                "url": made.url,
-                "sha256": made.identity,
-                "files": len(made.files),
-                "bytes": sum(file.bytes for file in made.files.values()),
-            }
-            for name, made in inputs.items()
-        ],
+        sources=inputs,
         searched={name: policy.types for name, policy in policies.items()},
         dropping=sorted(
             {one for by in policies.values() for one in by.types if by.action(one) == "drop"}
