@@ -32,6 +32,7 @@ MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-013
 def config(folder, *sets, **settings):
     """A config of one source per set of rows, each written to a file of its own."""
     sources = []
+    folder.mkdir(exist_ok=True)
     for number, rows in enumerate(sets):
         path = written(folder / f"set{number}.jsonl", rows)
         sources.append({"path": path, "licence": LICENCES[number], "prompts_by": "human"})
@@ -114,10 +115,8 @@ def test_ids_are_the_source_s_own_where_they_are_free(tmp_path):
 
 def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
     (alone,) = prompts(run(tmp_path, [openai("Three")]))
-    (tmp_path / "other").mkdir()
     others = prompts(run(tmp_path / "other", [openai("One"), openai("  three")]))
     assert others[1].id == alone.id
-    (tmp_path / "clash").mkdir()
     rows = [openai("Seven", id=alone.id), openai("Three")]
     taken, given_way = prompts(run(tmp_path / "clash", rows))
     assert taken.id == alone.id
@@ -127,10 +126,7 @@ def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
 
 def test_the_same_bytes_make_the_same_artifact_wherever_they_lie(tmp_path):
     rows = [openai(f"Question {number}", f"I am u{number}@example.com") for number in range(20)]
-    outputs = []
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-        outputs.append(run(tmp_path / name, rows))
+    outputs = [run(tmp_path / name, rows) for name in ("here", "there")]
     assert outputs[0].manifest().identity == outputs[1].manifest().identity
     files = [output.manifest().files for output in outputs]
     for one in files:  # which names the paths of the sources
@@ -144,7 +140,6 @@ def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
     output = run(tmp_path, [rows[0], *rows], max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
     assert output.manifest().counts == {"rows": 4, "prompts": 3, "dropped": 1, "masked": 0}
-    (tmp_path / "amid").mkdir()
     output = run(tmp_path / "amid", rows, max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
     # what is left of the last block that was read
@@ -244,7 +239,6 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     assert fitted["js"]["after"] < fitted["js"]["before"]
     assert fitted["num_prompts"]["before"] == 180
     assert fitted["num_prompts"]["after"] == 40
-    (tmp_path / "again").mkdir()
     assert prompts(run(tmp_path / "again", pool, **settings, seed=2)) != kept
 
 
@@ -257,7 +251,6 @@ def test_a_match_reads_a_server_s_log(tmp_path):
     as_rows = written(tmp_path / "traffic.jsonl", bodies)
     reports = []
     for number, traffic in enumerate([str(tmp_path / "server.log"), as_rows]):
-        (tmp_path / str(number)).mkdir()
         match = {"traffic": traffic, "num_prompts": 20}
         pool = rows_about(things, 60) + rows_about(["a train"], 60, 100)
         output = run(tmp_path / str(number), pool, match=match, near_duplicates=None)
@@ -356,7 +349,7 @@ def damaged_files(draw):
     return packed[: draw(st.integers(len(packed) // 2, len(packed) - 1))], count, True
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(damaged_files(), min_size=1, max_size=2))
 def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
     with tempfile.TemporaryDirectory() as folder:

@@ -66,7 +66,8 @@ class Detector:
         """What is in each text. parts: the passages of each; None = the texts are one
         conversation.
         """
-        parts = passages(texts) if parts is None else parts
+        if parts is None:  # of use for names alone
+            parts = passages(texts) if self._by else [[] for _ in texts]
         found = self._cloud(texts) if self._cloud else [[] for _ in texts]
         prose = [[one for one in of_text if not one.is_code] for of_text in parts]
         names = self._names(texts, prose)
