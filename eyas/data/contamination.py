@@ -46,8 +46,8 @@ NUMBERS = re.compile(
 )
 SIGN = re.compile(r"[^\w\s]|_")
 INNER_SIGN = re.compile(r"\w(?:[^\w\s]|_)+(?=\w)")
-# Of the words of a text. A sign within a word spoils five 4-grams: with more such signs half of the
-# grams may be spoiled.
+# Share of a text's words with a sign in them: each spoils five 4-grams, so that with more of them
+# half of the grams may be spoiled.
 INNER_SIGNS = 1 / 12
 MARKS = re.compile("[\u0300-\u036f]")  # accents, apart from their letters
 

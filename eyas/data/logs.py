@@ -76,7 +76,7 @@ LOG_REASONS = {  # of readable requests that are not taken, with their meaning
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request of a log; record: in which settings find consent."""
+    """A request of a log. record: where consent is looked for."""
 
     body: dict[str, Any]
     record: dict[str, Any]

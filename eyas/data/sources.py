@@ -109,8 +109,10 @@ class SourceConfig(BaseModel):
 
     @property
     def label(self) -> str:
+        if self.name:
+            return self.name
         found, named = hub_sets.hub_set(self.path), URL_SET.fullmatch(self.path)
-        if label := self.name or (found and found[0]) or (named and named[1]):
+        if label := (found and found[0]) or (named and named[1]):
             return label
         scheme, _, path = public_url(self.path).rpartition("::")[2].rpartition("://")
         solid = [part for part in path.split("/") if part and not GLOB_SIGNS & set(part)]
@@ -130,7 +132,7 @@ class SourceFile:
 
     @property
     def url(self) -> str:
-        """The path of a local file."""
+        """Its URL, or its path if it is local."""
         is_local = isinstance(self.filesystem, LocalFileSystem)
         return self.path if is_local else str(self.filesystem.unstrip_protocol(self.path))
 
