@@ -250,9 +250,9 @@ class Selection:
     def from_bytes(cls, data: bytes) -> Selection:
         """The reverse of to_bytes."""
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            parts = [arrays[name] for name in ("reason", "same_as", "keeps_id")]
+            same_as, keeps_id = arrays["same_as"], arrays["keeps_id"]
             names = dict(json.loads(str(arrays["names"])))
-            return cls(int(arrays["num_blocks"]), *parts, names)
+            return cls(int(arrays["num_blocks"]), arrays["reason"], same_as, keeps_id, names)
 
     @functools.cached_property
     def taken(self) -> RowMask:
