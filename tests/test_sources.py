@@ -8,7 +8,6 @@ import hashlib
 import http.server
 import json
 import os
-import threading
 
 import fsspec
 import pytest
@@ -28,7 +27,7 @@ from eyas.data.sources import (
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.privacy.pii import PrivacyConfig
-from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai, sharegpt
+from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai, served, sharegpt
 
 TURNS = ("Where is the dog?", "And the cat?")
 
@@ -467,20 +466,11 @@ class Website(http.server.SimpleHTTPRequestHandler):
 def test_a_website(tmp_path):
     pytest.importorskip("aiohttp", reason="the extra `http` is not installed")
     (tmp_path / "set.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n".encode() * 3))
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Website, directory=str(tmp_path))
-    ) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            source = SourceConfig(path=f"{url}/set.jsonl.gz?signature=secret")
-            rows, made = read(source), describe(source)
-            with pytest.raises(MissingInputError) as raised:
-                read(SourceConfig(path=f"{url}/none.jsonl?signature=secret"))
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(functools.partial(Website, directory=str(tmp_path))) as url:
+        source = SourceConfig(path=f"{url}/set.jsonl.gz?signature=secret")
+        rows, made = read(source), describe(source)
+        with pytest.raises(MissingInputError) as raised:
+            read(SourceConfig(path=f"{url}/none.jsonl?signature=secret"))
     assert [(row.source, row.where) for row in rows] == [
         ("set", f"set.jsonl.gz:{line}") for line in (1, 2, 3)
     ]
