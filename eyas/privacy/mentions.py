@@ -50,7 +50,7 @@ SUBJECT = re.compile(
 
 
 @functools.lru_cache(1 << 16)
-def bare_word(word: str) -> str:
+def _bare(word: str) -> str:
     if word.isascii():
         return word.lower()
     plain = unicodedata.normalize("NFKD", word.casefold().translate(LETTERS))
@@ -59,7 +59,7 @@ def bare_word(word: str) -> str:
 
 def name_key(word: str) -> str:
     """The form in which two spellings of a word are equal: folded, small letters, no accents."""
-    return bare_word(fold(word).text)
+    return _bare(fold(word).text)
 
 
 def stays(word: str) -> bool:
