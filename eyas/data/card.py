@@ -106,7 +106,6 @@ def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
         head = reason.partition(".")[0]
         meaning = MEANINGS.get(head, "")
         rows.append({"name": reason, "count": count, "head": head, "meaning": meaning})
-    return sorted(rows, key=lambda row: (order.get(row["head"], 99), -row["count"], row["name"]))
     return sorted(
         rows, key=lambda row: (order.get(row["head"], len(order)), -row["count"], row["name"])
     )

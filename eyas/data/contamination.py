@@ -150,7 +150,7 @@ class Contamination:
         if drop := self._shared(found):
             return drop
         if len(turns_with_run := self._found(hashes, RUN)):
-            return self._item[turns_with_run.min()].drop(f"holds {RUN} words in a row of")
+            return self._item[int(turns_with_run.min())].drop(f"holds {RUN} words in a row of")
         if item := next((self._alone[one] for one in digests if one in self._alone), None):
             return item.drop("says a turn of")
         return row
@@ -164,7 +164,7 @@ class Contamination:
         shares = np.where(enough, counts / self._size[turns], 0)
         best = int(shares.argmax())
         note = f"holds {shares[best]:.0%} of the {GRAM}-grams of"
-        return self._item[turns[best]].drop(note)
+        return self._item[int(turns[best])].drop(note)
 
     def _found(self, texts: Iterable[HashArray], size: int) -> NDArray[np.int64]:
         return self._postings[size].found(
