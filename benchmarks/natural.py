@@ -1,5 +1,5 @@
-"""Texts that hold no personal data and look like it, in the forms in which prompts arrive, and
-values that touch what stands beside them; a part of `benchmarks/privacy.py`. Run by itself:
+"""Texts that look like personal data and are none, in the forms in which prompts arrive, and values
+that touch what stands beside them; a part of `benchmarks/privacy.py`. Run by itself:
 
     python benchmarks/natural.py [--rows 100000] [--workers 1] [--data FOLDER]
 
@@ -188,32 +188,7 @@ def forms(count: int = ROWS) -> Iterator[tuple[str, list[str]]]:
 LABELS = Path(__file__).with_suffix(".json.gz")
 MOST = 900  # characters of a prompt that were read
 OPTION_MARKS = ("{}. ", "{}) ", "({}) ", "- ", "{}: ")
-SHORT = {
-    "P": "PERSON",
-    "S": "STREET_ADDRESS",
-    "N": "PHONE_NUMBER",
-    "M": "EMAIL_ADDRESS",
-    "K": "SECRET",
-    "A": "IBAN_CODE",
-    "D": "DATE_OF_BIRTH",
-    "H": "HANDLE",
-    "I": "IP_ADDRESS",
-}
-WHO = {"p": "private", "u": "public", "i": "invented", "n": "none"}
-SAME = {
-    **dict.fromkeys(("PASSWORD", "API_KEY", "PRIVATE_KEY", "URL_CREDENTIALS"), "SECRET"),
-    "US_SSN": "NATIONAL_ID",
-}
-SOURCES = {
-    "templates clinc150 banking77 self-instruct-user self-instruct-seed": "requests",
-    "multidogo program-records": "customers and records",
-    "classic-books": "stories",
-    "digitalgov-news 18f-blog": "posts",
-    "python-docs-fr python-docs-es python-docs-en opensource.guide-de opensource.guide-en": "docs",
-    "gsm8k program-math": "mathematics",
-    "exercism-python tldr-pages": "code and commands",
-}
-FORM_OF = {source: form for sources, form in SOURCES.items() for source in sources.split()}
+FORM_OF = {one: form for form, some in TEXTS["sources"].items() for one in some.split()}
 
 
 @dataclass(frozen=True)
@@ -286,7 +261,10 @@ def labelled(data: Path) -> list[Natural]:
                 if stratum == "o"
                 else FORM_OF.get(source, "Spec-Bench" if name == "spec_bench" else "dialogues")
             )
-            spans = tuple((SHORT[kind[0]], start, end, WHO[kind[1]]) for kind, start, end in marks)
+            spans = tuple(
+                (TEXTS["types"][kind[0]], start, end, TEXTS["who"][kind[1]])
+                for kind, start, end in marks
+            )
             is_tuned = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 2 == 0
             found.append(Natural(form, stratum, is_tuned, text, spans))
     return found
@@ -305,7 +283,7 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
         wrong = False
         findings = find(row.text)
         for one in findings:
-            kind = SAME.get(one.type, one.type)
+            kind = TEXTS["same"].get(one.type, one.type)
             over = [
                 who
                 for type, start, end, who in row.spans

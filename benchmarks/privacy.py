@@ -3,23 +3,20 @@ is changed.
 
     python benchmarks/privacy.py [--quick] [--write] [--labelled FILE]
 
-By type: recall over the labelled spans (found when all of its letters and digits lie in findings,
-of whatever type: it is gone from the text) and precision over the findings (right when one overlaps
-a labelled span of its type), with Wilson's 95 % intervals. "unlabelled": findings of types that the
-set does not label have no precision.
---write puts the recall under the default policy into eyas/data/recall.json, for the data card.
+By type: recall over the labelled spans (found when all of its letters and digits lie in findings of
+any type) and precision over the findings (right when one overlaps a labelled span of its type),
+with Wilson's 95 % intervals. --write puts the recall under the default policy into
+eyas/data/recall.json.
 
-Disguises: values are invented with a fixed seed, put into sentences, and disguised; one counts as
-found when neither it, as a person reads it, nor its disguise is left by a filter with a surrogate
-for every type.
+Disguises: values are invented with a fixed seed, put into sentences and disguised; one is found
+when a filter with a surrogate for every type leaves neither it, as a person reads it, nor its
+disguise.
 
-Names by language: recall and precision of persons' names in the third of the labelled sentences
-that training never saw (`recipes/entities.py`), and recall of names that it never saw, introduced
-in sentences of `natural.yaml`.
+Names by language: recall and precision of persons in the held-back third of the labelled sentences
+(`recipes/entities.py`), and recall of held-back names in introductions (`natural.yaml`).
 
-Forms: how many rows without personal data the default policy changes (`natural.py`), how many
-values that touch letters of other scripts are found, and precision and recall on natural prompts
-that were read.
+Forms: rows without personal data that the default policy changes (`natural.py`), values found that
+touch letters of other scripts, precision and recall on natural prompts that were read.
 
 The last line of stdout is one JSON.
 """
@@ -54,6 +51,7 @@ from eyas.data.recall import MEASURED, wilson
 from eyas.privacy import detector
 from eyas.privacy.detector import Detector
 from eyas.privacy.findings import Finding
+from eyas.privacy.passages import passages
 from eyas.privacy.pii import EVERY_TYPE, NAME_TYPES, TYPES, PrivacyConfig
 from recipes import entities
 
@@ -79,7 +77,11 @@ WITHIN = {
     "LOCATION": ("LOCATION", "STREET_ADDRESS"),
 }
 
-Find = Callable[[str], list[Finding]]
+
+def search(texts: list[dict[str, Any]], config: PrivacyConfig) -> list[list[Finding]]:
+    """What is found in texts that stand alone."""
+    said = [text["full_text"] for text in texts]
+    return Detector(config).find_all(said, [passages([one])[0] for one in said])
 
 
 def is_covered(text: str, start: int, end: int, findings: Iterable[Finding]) -> bool:
@@ -101,11 +103,11 @@ def is_right(finding: Finding, spans: list[dict[str, Any]]) -> bool:
     )
 
 
-def judge(texts: list[dict[str, Any]], find: Find) -> dict[str, Any]:
+def judge(texts: list[dict[str, Any]], every: list[list[Finding]]) -> dict[str, Any]:
     """Recall by labelled type and group, and precision by found type."""
     labelled, masked, found, right = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    for text in texts:
-        findings, spans = find(text["full_text"]), text["spans"]
+    for text, findings in zip(texts, every, strict=True):
+        spans = text["spans"]
         covered = [
             is_covered(text["full_text"], span["start_position"], span["end_position"], findings)
             for span in spans
@@ -259,27 +261,23 @@ def handle(draw: Draw) -> str:
     return f"@{word(draw)}_{draw.randint(1, 99)}"
 
 
-MADE: dict[str, tuple[Maker, tuple[str, ...]]] = {
-    "CREDIT_CARD": (card, ("My card is {}, thanks.", "{}", "pay with {} please")),
-    "IBAN_CODE": (account, ("Send it to {}, please.", "IBAN: {}")),
-    "US_SSN": (social_security_number, ("My SSN is {}.", "social security number {} ok")),
-    "PHONE_NUMBER": (phone, ("Call me at {} today.", "phone: {}")),
-    "NATIONAL_ID": (cpf, ("Meu CPF: {}.", "his number is {} .")),
-    "IP_ADDRESS": (ip_address, ("The server {} is down.", "ping {}")),
-    "EMAIL_ADDRESS": (mail, ("Write to {} today.", "my address: {}", "contact {}, please")),
-    "PASSWORD": (password, ("My password is {}", "password: {} ok")),
-    "API_KEY": (key, ("export TOKEN={}", "it says {} is wrong")),
-    "DATE_OF_BIRTH": (birth_date, ("I was born on {}.", "date of birth: {}", "DOB {}")),
-    "LICENSE_PLATE": (plate, ("My license plate is {}.", "the car with plate number {}")),
-    "MAC_ADDRESS": (mac_address, ("The device {} is offline.", "MAC: {}")),
-    "COORDINATES": (place, ("Meet me at the coordinates {}.", "GPS: {}")),
-    "HANDLE": (handle, ("Follow me on Instagram {}.", "my Twitter handle is {}")),
+MADE: dict[str, Maker] = {
+    "CREDIT_CARD": card,
+    "IBAN_CODE": account,
+    "US_SSN": social_security_number,
+    "PHONE_NUMBER": phone,
+    "NATIONAL_ID": cpf,
+    "IP_ADDRESS": ip_address,
+    "EMAIL_ADDRESS": mail,
+    "PASSWORD": password,
+    "API_KEY": key,
+    "DATE_OF_BIRTH": birth_date,
+    "LICENSE_PLATE": plate,
+    "MAC_ADDRESS": mac_address,
+    "COORDINATES": place,
+    "HANDLE": handle,
 }
 TOUCHING_TYPES = (*natural.CSV_TYPES, "NATIONAL_ID", "API_KEY", "MAC_ADDRESS")
-SENTENCES = {
-    "password, no sign": ("Log in with password {}", "use the password {} now"),
-    "credentials a / b": ("The credentials are ana / {}", "login: bob:{}"),
-}
 
 
 def digits_of(zero: str) -> Disguise:
@@ -362,11 +360,11 @@ def disguised(count: int) -> dict[str, dict[str, dict[str, float]]]:
     report: dict[str, dict[str, dict[str, float]]] = {}
     for name, (disguise, types) in DISGUISES.items():
         for type in types:
-            make, sentences = MADE[type]
+            sentences = natural.TEXTS["disguised"]
+            some = sentences.get(name) or sentences[type]
             draw, gone = Draw(f"{type} of {name}"), 0
             for number in range(count):
-                value = disguise(make(draw))
-                some = SENTENCES.get(name, sentences)
+                value = disguise(MADE[type](draw))
                 text = some[number % len(some)].format(value)
                 made = search(SourceRow("", "", "", None, (text,)))
                 after = made.turns[0] if isinstance(made, SourceRow) else ""
@@ -411,19 +409,22 @@ def introduced(count: int) -> dict[str, dict[str, float]]:
     return report
 
 
-def written_recall(texts: list[dict[str, Any]]) -> dict[str, Any]:
+def recall_by_type(texts: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Recall by our types under the default policy, as the data card states it."""
     policy = PrivacyConfig()
-    find = Detector(policy).find
     found, of = Counter[str](), Counter[str]()
-    for text in texts:
-        findings = find(text["full_text"])
+    for text, findings in zip(texts, search(texts, policy), strict=True):
         for span in text["spans"]:
             type = OURS.get(span["entity_type"], span["entity_type"])
             if type in TYPES and policy.action(type) != "keep":
                 start, end = span["start_position"], span["end_position"]
                 of[type] += 1
                 found[type] += is_covered(text["full_text"], start, end, findings)
+    return {type: {"found": found[type], "of": of[type]} for type in sorted(of)}
+
+
+def written_recall(texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of recall.json."""
     return {
         "set": "presidio_synth_v2: made-up English sentences",
         "texts": len(texts),
@@ -431,7 +432,7 @@ def written_recall(texts: list[dict[str, Any]]) -> dict[str, Any]:
         "policy": "the default: surrogates, places and links kept",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"eyas": VERSION, **detector.versions()},
-        "types": {type: {"found": found[type], "of": of[type]} for type in sorted(of)},
+        "types": recall_by_type(texts),
         "scripts": touching_recall(VALUES),
     }
 
@@ -466,7 +467,7 @@ def show_natural(title: str, judged: dict[str, Any]) -> None:
 
 def touching_recall(count: int) -> dict[str, dict[str, dict[str, int]]]:
     """By language and type, values found of those that touch its letters."""
-    makers = {type: MADE[type][0] for type in TOUCHING_TYPES}
+    makers = {type: MADE[type] for type in TOUCHING_TYPES}
     search = PersonalData(PrivacyConfig(), KEY)
     found: dict[str, dict[str, dict[str, int]]] = {}
     for script, type, text, value in natural.touching(makers, count):
@@ -495,7 +496,7 @@ def main() -> None:
     most, count = (QUICK_TEXTS, QUICK_VALUES) if args.quick else (None, VALUES)
     texts = json.loads(gzip.decompress(args.labelled.read_bytes()))[:most]
     result: dict[str, Any] = {"texts": len(texts), "quick": args.quick}
-    result["eyas"] = judge(texts, Detector(EVERY_TYPE).find)  # whatever the policy
+    result["eyas"] = judge(texts, search(texts, EVERY_TYPE))  # whatever the policy
     show(f"eyas, {len(texts)} texts", result["eyas"])
     result["languages"] = names_by_language(most)
     for name, one in result["languages"].items():

@@ -1,8 +1,12 @@
-"""Rows of sources for tests, and what an assistant says, which no prompt may hold."""
+"""Rows of sources for tests, what an assistant says, which no prompt may hold, and a server."""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +43,16 @@ def json_lines(rows: Any) -> str:
 def written(path: Path, rows: Any) -> str:
     path.write_text(json_lines(rows), encoding="utf-8")
     return str(path)
+
+
+@contextmanager
+def served(handler: Callable[..., Any]) -> Iterator[str]:
+    """The URL of a server on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

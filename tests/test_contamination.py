@@ -116,7 +116,6 @@ def test_other_numbers_hide_nothing(clean, number):
 
 
 def test_other_numbers_prove_nothing_by_themselves(clean):
-    """A kind of problem is no item: most of the words must agree, and there must be enough."""
     text = (
         "Two trains leave towns that are 90 miles apart and 3 hours later one of them breaks down; "
         "what does its repair cost if the garage asks 60 an hour and takes two days?"
@@ -180,7 +179,6 @@ def test_without_evaluation_sets_all_rows_stay():
 
 
 def test_what_many_items_share_is_no_trace_of_one(tmp_path):
-    """The form of a benchmark's prompts, and a turn that they all end with."""
     form = (
         "The following is a multiple choice question about the subject that is named below; "
         "answer with one letter only."
@@ -262,22 +260,21 @@ def spec_bench():
     return rows, Contamination([SourceConfig(path=str(path))])
 
 
-@pytest.mark.parametrize("disguise", DISGUISES.values(), ids=DISGUISES)
-def test_all_of_spec_bench_is_found(spec_bench, disguise):
+@pytest.mark.parametrize("name", DISGUISES)
+def test_all_of_spec_bench_is_found(spec_bench, name):
+    """Every row as it is, and a third of them in each disguise."""
     rows, clean = spec_bench
-    turns = [disguise(turn) for one in rows for turn in one.turns]
-    assert (len(rows), len(turns)) == (480, 560)
-    assert all(
-        dropped(clean(dataclasses.replace(one, turns=tuple(map(disguise, one.turns)))))
-        for one in rows
-    )
-    assert [turn for turn in turns if not dropped(clean(row(turn)))] == []
+    assert (len(rows), sum(len(one.turns) for one in rows)) == (480, 560)
+    disguise, third = DISGUISES[name], list(DISGUISES).index(name) % 3
+    rows = rows if name == "verbatim" else rows[third::3]
+    for one in rows:
+        turns = tuple(map(disguise, one.turns))
+        assert dropped(clean(dataclasses.replace(one, turns=turns)))
+        assert all(dropped(clean(row(turn))) for turn in turns)
 
 
 def test_gsm8k_is_not_dropped_for_its_style(spec_bench):
-    """Spec-Bench's mathematics is GSM8K's test half; the training half is written in the same
-    style.
-    """
+    """Spec-Bench's mathematics is GSM8K's test half, of the same style."""
     _, clean = spec_bench
     with gzip.open(shared("gsm8k_train.jsonl.gz"), "rt", encoding="utf-8") as lines:
         rows = [json.loads(line)["messages"][0]["content"] for line in lines]

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eyas.artifact import File, Manifest
 from eyas.data import streams
 from eyas.data.card import (
     MEANINGS,
-    WEAKNESSES,
     CardContents,
     name_parts,
     overlaps,
@@ -67,9 +67,6 @@ def said(source="chat", characters=40, masked=()):
 
 
 def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
-    """A ledger with `kept` rows out of each source and each of `dropped` (reason: count) from the
-    first.
-    """
     versions = {"eyas": measured()["versions"]["eyas"], "quality": 3}
     made = Ledger(versions, {"personal": {"policy": "surrogate"}}, verdicts)
     for number, source in enumerate(sources):
@@ -131,9 +128,8 @@ def test_everything_that_is_given_is_shown():
         "words 0.",
     ):
         assert part in text, part
-    for weakness in WEAKNESSES:
-        assert weakness in text
     assert "expect about half of the names to be found" in text
+    assert "eyas does not know whether a person has read the prompts" in text
 
 
 def test_parts_that_are_not_given_are_left_out():
@@ -149,10 +145,16 @@ def test_parts_that_are_not_given_are_left_out():
 
 RECORD = {"date": "2026-11-22", "operator": "Example GmbH"}
 RECORD |= {"legal basis": "Art. 6(1)(f)", "erasure": "by keyed hash"}
-SOURCES = [
-    {"name": name, "url": f"data/{name}.jsonl", "sha256": name * 8, "files": 1, "bytes": 1234}
-    for name in ("chat", "code")
-]
+
+
+def source(name, url, identity):
+    files = {"set.jsonl": File(bytes=1234, sha256=identity)}
+    return Manifest(
+        stage="source", identity=identity, config={}, counts={}, files=files, facts={}, url=url
+    )
+
+
+SOURCES = {name: source(name, f"data/{name}.jsonl", name * 8) for name in ("chat", "code")}
 NAMES = [
     {"language": "en", "by": "eyas", "reason": "", "rows": 6, "characters": 900},
     {"language": "de", "by": "", "reason": "policy", "rows": 3, "characters": 100},
@@ -160,7 +162,6 @@ NAMES = [
 
 
 def signed(**record):
-    """A card with a record of processing, where German was not searched for names."""
     made = ledger(9, DROPPED)
     made["sources"]["chat"]["names"] = NAMES
     made["sources"]["code"]["names"] = [{**NAMES[1], "language": "zxx", "reason": "code"}]
@@ -302,7 +303,7 @@ def test_what_comes_from_outside_is_escaped():
         [NASTY],
         NASTY,
         {NASTY: NASTY},
-        [{**SOURCES[0], "name": NASTY, "url": NASTY, "sha256": NASTY}],
+        {NASTY: source(NASTY, NASTY, NASTY)},
         {NASTY: [NASTY], f"{NASTY}2": []},
         [NASTY],
         {"id": NASTY, "from": "file"},
@@ -316,7 +317,6 @@ def test_what_comes_from_outside_is_escaped():
 
 
 def test_no_found_value_can_reach_it():
-    """A value is in a row; the card gets counts, made of lines, which hold none."""
     value = "+1 415 555 0134"
     made = Ledger()
     found = Finding("PHONE_NUMBER", 5, 5 + len(value), 0, "5f00")
@@ -378,7 +378,6 @@ def test_no_row_at_all_is_a_card_too():
 
 @needs_chromium
 def test_a_browser_draws_it_without_a_network(tmp_path):
-    """As wide as a phone or a screen and no wider, and no blank sheet."""
     found = framed(tmp_path, write_card(signed()), (360, 1200))
     assert sorted(window for _, window, _ in found) == [360, 1200]
     assert all(wide <= window for wide, window, _ in found)

@@ -128,7 +128,6 @@ def test_a_killed_worker_is_a_clear_error(kind, workers):
 
 @needs_ray
 def test_a_worker_that_ray_loses_is_replaced_and_its_jobs_are_done_again(tmp_path):
-    """As where a cluster takes a machine back."""
     with RayExecutor(KilledOnce(str(tmp_path / "mark")), 2) as executor:
         assert list(executor.map([1, 2, 3, 4, 5, 6])) == [2, 4, 6, 8, 10, 12]
     assert (tmp_path / "mark").exists()
@@ -178,5 +177,4 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 
 @needs_ray
 def test_a_ray_of_its_own(cluster):
-    """Started by the executor of the fixture, which ends it too."""
     assert cluster == [2, 4, 6]

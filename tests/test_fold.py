@@ -69,8 +69,6 @@ def _spans(folded):
 
 @given(TEXTS, st.data())
 def test_a_span_of_the_original_folds_to_what_was_found_in_it(text, data):
-    """Where nothing beside it bears on how it is folded: letters with marks, words of two scripts,
-    a dash or a power beside a digit."""
     folded = fold(text)
     if not folded.text:
         return

@@ -55,7 +55,7 @@ LINES = as_lines(THREE)
 
 
 def read(data, name="set"):
-    """(line, value) of each row, what is wrong with a row as a text beginning with "!"."""
+    """(line, value) of each row; of a damaged one "!" and what is wrong."""
     stored = StoreFile(io.BytesIO(data if isinstance(data, bytes) else data.encode()), name)
     return [
         (line, f"!{value}" if isinstance(value, Unreadable) else value)
@@ -245,8 +245,6 @@ def test_a_row_too_long(monkeypatch, data, name, found):
 
 
 class Endless(io.RawIOBase):
-    """Bytes without end, or so many that they may not be held."""
-
     def __init__(self, head, repeated, tail, count):
         self._parts = iter([head, *([repeated] * count), tail])
         self._rest = b""
@@ -364,9 +362,7 @@ class Failing(io.BytesIO):
 
 @pytest.mark.parametrize("form", ["lines", "gzip", "parquet"])
 def test_a_store_that_fails_is_no_damage(form):
-    """The rows that it keeps back are there: the stage has to stop and try again, not to go on
-    without them.
-    """
+    """The rows that it keeps back are there: the stage has to stop."""
     lines = as_lines(MANY).encode()
     data = {
         "lines": lines,
@@ -418,7 +414,6 @@ def test_no_damage_is_a_crash(name, damages, small):
 
 @given(st.sampled_from(["lines", "text"]), st.data())
 def test_a_line_of_junk_costs_at_most_itself(name, data):
-    """In files whose rows are lines; no row is lost or made up."""
     lines = [f'{{"prompt": "{number}"}}' if name == "lines" else f"{number}" for number in range(6)]
     place = data.draw(st.integers(1, 5))
     junk = data.draw(st.binary(min_size=1, max_size=20).map(lambda junk: junk.replace(b"\n", b"")))

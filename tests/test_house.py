@@ -24,13 +24,13 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
-    "data": (203, "sources, licence gate, filters, duplicates, ledger, card"),
+    "data": (193, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (176, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (194, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (78, "what PyTorch computes: the head that trains, features"),
     "cpp": (255, "the native decoder"),
     "serve": (204, "the HTTP server"),
-    "privacy": (148, "personal data and secrets: search, surrogates, key"),
+    "privacy": (139, "personal data and secrets: search, surrogates, key"),
     "features": (130, "the target's answers and its hidden states"),
     "bench": (114, "any server measured over HTTP, and watched"),
     "train": (107, "objective, optimizer, runs"),

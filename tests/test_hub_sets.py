@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import urllib.parse
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from eyas.data import hub_sets
 from eyas.data.sources import SourceConfig, read_source
 from eyas.errors import InputError
-from tests.source_rows import SAID_BY_ASSISTANT, json_lines
+from tests.source_rows import SAID_BY_ASSISTANT, json_lines, served
 from tests.stages import ROOT
 
 pytest.importorskip("datasets", reason="the extra `hub` is not installed")
@@ -106,7 +105,6 @@ for stated in json.loads(sys.argv[1]):
 
 
 def read_apart(folder, endpoint, *sources, offline="0"):
-    """What a process makes of sources: rows, label, facts, identity and columns, or the error."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder)}
     environment |= {"HF_HUB_OFFLINE": offline, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READ, json.dumps(sources)]
@@ -117,20 +115,11 @@ def read_apart(folder, endpoint, *sources, offline="0"):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By the hub, then by the cache once the hub is gone."""
     folder = tmp_path_factory.mktemp("hub")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
     easy, test = {"subset": "easy"}, {"subset": "easy", "split": "test"}
     wrong = [{"path": "owner/none"}, {"subset": "none"}, {"split": "none"}]
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with served(Answers) as endpoint:
         online = read_apart(folder, endpoint, {}, easy, test, *wrong)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     return online, read_apart(folder, "http://127.0.0.1:9", easy, test, offline="1")
 
 

@@ -185,7 +185,6 @@ def test_memory_does_not_grow_with_the_rows():
 
 @given(st.text(max_size=600), st.integers(0, 600), st.integers(1, 300))
 def test_an_excerpt_is_the_beginning_and_holds_no_finding(text, start, digits):
-    """Wherever a value lies, across the end of the excerpt too."""
     text, start = text.replace("SECRET", "").replace("7", ""), min(start, len(text))
     before = text[:start]
     text = f"{before} SECRET-{'7' * digits} {text[start:]}"

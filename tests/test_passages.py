@@ -89,6 +89,6 @@ def test_passages_cover_a_text_in_order(texts):
 
 
 def test_a_hostile_text_takes_time_that_grows_with_its_length_only():
-    """Each sign that begins a pattern, 20,000 times: squares of that would not end."""
+    """Squares of 20,000 would not end."""
     for sign in ("a.", "(", "\\(", "{{", "$a", "f(=", "= ", "/a", "A_", "<a", "x[", "1+", "a -b "):
         assert passages([sign * 20_000])

@@ -146,9 +146,7 @@ PEM = (
 @settings(deadline=None, max_examples=40)
 @given(st.integers(WINDOW - MARGIN, WINDOW + 2 * MARGIN), st.sampled_from([*VALUES, PEM]))
 def test_a_long_text_is_searched_as_a_whole(before, value):
-    """Wherever the pieces meet, in the value or beside it, and for a value that is longer than a
-    piece.
-    """
+    """Wherever the pieces meet, and for a value that is longer than a piece."""
     text = "word " * (before // 5) + "x" * (before % 5) + f", {value} " + "word " * 900
     assert mask(text, PATTERNS.find(text)).count("<") == 1
     assert value not in mask(text, PATTERNS.find(text))
@@ -162,9 +160,6 @@ def test_a_long_text_is_searched_as_a_whole(before, value):
     ),
 )
 def test_a_piece_begins_and_ends_inside_no_number(offset, number):
-    """A part of a long number is no card and no telephone number; wherever pieces meet, the same is
-    found as in the whole text.
-    """
     text = "x" * (WINDOW + offset) + f" {number} " + "y " * WINDOW
     for find in (cards, phones):
         assert list(in_windows(find, text)) == list(find(text)) == []
@@ -215,9 +210,7 @@ def test_a_page_of_small_numbers_takes_few_looks(monkeypatch):
 
 
 def test_a_page_of_numbers_that_begin_with_0_asks_for_few_countries(monkeypatch):
-    """Of each run all countries were asked, 40,000 times: 7 s. A row of a table holds no number
-    without a cue; two numbers side by side are none.
-    """
+    """Of each run all countries were asked, 40,000 times: 7 s."""
     asked, parse = [], phonenumbers.parse
     monkeypatch.setattr(phonenumbers, "parse", lambda *args: asked.append(args) or parse(*args))
     page = " ".join(f"0{17 * number % 900}" for number in range(3500))
@@ -236,9 +229,7 @@ def test_a_page_of_numbers_that_begin_with_0_asks_for_few_countries(monkeypatch)
 
 
 def test_nothing_is_fetched_and_no_model_is_loaded(tmp_path):
-    """In a new process with the network cut; without Presidio, spaCy and the client of Cloud DLP,
-    which are extras.
-    """
+    """In a new process with the network cut; the language is told too."""
     script = (
         "import socket, sys\n"
         "def cut(*args, **kwargs): raise SystemExit('the network was used')\n"
@@ -248,7 +239,8 @@ def test_nothing_is_fetched_and_no_model_is_loaded(tmp_path):
         "before = set(sys.modules)\n"
         "from eyas.privacy.detector import Detector\n"
         "from eyas.privacy.pii import PrivacyConfig\n"
-        "found = Detector(PrivacyConfig()).find('ana@example.com, AKIAIOSFODNN7EXAMPLE')\n"
+        "text = 'Please write to me today: ana@example.com, AKIAIOSFODNN7EXAMPLE'\n"
+        "found = Detector(PrivacyConfig()).find(text)\n"
         "assert [one.type for one in found] == ['EMAIL_ADDRESS', 'API_KEY'], found\n"
         "extra = {'google.cloud', 'torch'}\n"
         "assert not extra & set(sys.modules) - before\n"
@@ -458,7 +450,6 @@ def test_names_are_replaced_by_default():
 
 
 def test_rows_that_differ_in_their_values_alone_become_the_same():
-    """With surrogates as with masks, so that duplicates are found."""
     texts = [
         "Write to ana@python.org or call (415) 555-0134.",
         "Write to bob@gnu.org or call (617) 555-0199.",
@@ -512,14 +503,12 @@ def test_a_source_has_a_policy_of_its_own():
 
 
 def test_recall_and_precision_on_labelled_texts():
-    """Recall to the digit as the data card states it, on texts none of whose sentences was trained
-    on; precision of each kind.
-    """
+    """Recall to the digit as the data card states it; none of the sentences was trained on."""
     if not benchmark.LABELLED.exists():
         pytest.skip("the labelled texts are not beside this checkout")
     texts = json.loads(gzip.decompress(benchmark.LABELLED.read_bytes()))
-    assert benchmark.written_recall(texts)["types"] == measured()["types"]
-    judged = benchmark.judge(texts, Detector(EVERY_TYPE).find)
+    assert benchmark.recall_by_type(texts) == measured()["types"]
+    judged = benchmark.judge(texts, benchmark.search(texts, EVERY_TYPE))
     assert judged["recall"]["by patterns"]["share"] >= 0.99
     precision = {type: one["share"] for type, one in judged["precision"].items()}
     assert min(precision.pop(type) for type in ("PERSON", "LOCATION")) >= 0.77
@@ -529,7 +518,6 @@ def test_recall_and_precision_on_labelled_texts():
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "taskmaster4"])
 def test_ordinary_prompts_are_left_alone(name):
-    """By patterns, links not counted."""
     path = benchmark.DATA / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip("the conversations are not beside this checkout")

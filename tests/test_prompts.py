@@ -32,6 +32,7 @@ MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-013
 def config(folder, *sets, **settings):
     """A config of one source per set of rows, each written to a file of its own."""
     sources = []
+    folder.mkdir(exist_ok=True)
     for number, rows in enumerate(sets):
         path = written(folder / f"set{number}.jsonl", rows)
         sources.append({"path": path, "licence": LICENCES[number], "prompts_by": "human"})
@@ -90,14 +91,7 @@ def test_every_row_is_accounted_for(tmp_path):
     assert licences == {"MIT", "CC-BY-4.0"}
 
 
-def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
-    rows = [openai("I am ana@example.com"), openai("I am bob@example.org")]
-    output = run(tmp_path, rows, personal={"policy": "mask"})
-    assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
-
-
 def test_invented_values_hide_no_near_duplicate(tmp_path):
-    """Each has surrogates of its own, since the words around them differ."""
     said = (
         "Please write me a polite letter that ends the contract with my gym before the next summer "
         "begins, with the reason that I move to another town, and ask them {} to {} and to {} "
@@ -121,10 +115,8 @@ def test_ids_are_the_source_s_own_where_they_are_free(tmp_path):
 
 def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
     (alone,) = prompts(run(tmp_path, [openai("Three")]))
-    (tmp_path / "other").mkdir()
     others = prompts(run(tmp_path / "other", [openai("One"), openai("  three")]))
     assert others[1].id == alone.id
-    (tmp_path / "clash").mkdir()
     rows = [openai("Seven", id=alone.id), openai("Three")]
     taken, given_way = prompts(run(tmp_path / "clash", rows))
     assert taken.id == alone.id
@@ -134,10 +126,7 @@ def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
 
 def test_the_same_bytes_make_the_same_artifact_wherever_they_lie(tmp_path):
     rows = [openai(f"Question {number}", f"I am u{number}@example.com") for number in range(20)]
-    outputs = []
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-        outputs.append(run(tmp_path / name, rows))
+    outputs = [run(tmp_path / name, rows) for name in ("here", "there")]
     assert outputs[0].manifest().identity == outputs[1].manifest().identity
     files = [output.manifest().files for output in outputs]
     for one in files:  # which names the paths of the sources
@@ -151,7 +140,6 @@ def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
     output = run(tmp_path, [rows[0], *rows], max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
     assert output.manifest().counts == {"rows": 4, "prompts": 3, "dropped": 1, "masked": 0}
-    (tmp_path / "amid").mkdir()
     output = run(tmp_path / "amid", rows, max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
     # what is left of the last block that was read
@@ -190,11 +178,6 @@ def test_a_key_that_is_no_text_is_quoted_nowhere(tmp_path):
     assert (line["reason"], line["turns"]) == ("quality.non_text", [])
     for path in (tmp_path / "prompts").rglob("*"):
         assert path.is_dir() or key[:24].encode() not in path.read_bytes(), path
-
-
-def test_mathematics_is_read_from_its_column(tmp_path):
-    output = run(tmp_path, [{"problem": "What is $1+1$?", "level": "1", "solution": "2"}])
-    assert [one.turns for one in prompts(output)] == [("What is $1+1$?",)]
 
 
 def test_tools_and_placeholders_are_counted(tmp_path):
@@ -256,12 +239,10 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     assert fitted["js"]["after"] < fitted["js"]["before"]
     assert fitted["num_prompts"]["before"] == 180
     assert fitted["num_prompts"]["after"] == 40
-    (tmp_path / "again").mkdir()
     assert prompts(run(tmp_path / "again", pool, **settings, seed=2)) != kept
 
 
 def test_a_match_reads_a_server_s_log(tmp_path):
-    """None of it is kept, so no consent is asked."""
     things = ["bread and soup", "rice with beans"]
     bodies = [{"model": "m", **row, "user": "u"} for row in rows_about(things, 60, 500)]
     line = "(APIServer pid=7) DEBUG 11-22 10:00:01 [x.py:76] Request c-{} JSON body: {}"
@@ -270,7 +251,6 @@ def test_a_match_reads_a_server_s_log(tmp_path):
     as_rows = written(tmp_path / "traffic.jsonl", bodies)
     reports = []
     for number, traffic in enumerate([str(tmp_path / "server.log"), as_rows]):
-        (tmp_path / str(number)).mkdir()
         match = {"traffic": traffic, "num_prompts": 20}
         pool = rows_about(things, 60) + rows_about(["a train"], 60, 100)
         output = run(tmp_path / str(number), pool, match=match, near_duplicates=None)
@@ -330,9 +310,6 @@ JUNK.append(b'{"messages": [null, {"role": null, "content": 3}]}')
 
 @st.composite
 def damaged_lines(draw):
-    """Good rows in any number and order, some cut, in other encodings, with nulls, too long, or
-    with other things between.
-    """
     lines = []
     for good in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
         line = json.dumps(good).encode()
@@ -372,7 +349,7 @@ def damaged_files(draw):
     return packed[: draw(st.integers(len(packed) // 2, len(packed) - 1))], count, True
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(damaged_files(), min_size=1, max_size=2))
 def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
     with tempfile.TemporaryDirectory() as folder:
@@ -423,9 +400,6 @@ REAL_SETS = {
 
 
 def damaged_sets(folder):
-    """A gzip that is cut, a file that was, 4 of 100 rows that are no JSON, and 2 of 100, which is
-    ordinary.
-    """
     sums = [openai(f"What is {n} plus {n * n}?") for n in range(3000)]
     packed = gzip.compress(json_lines(sums).encode())
     rows = [json.dumps(openai(f"Which way to house {n * n} is it?")).encode() for n in range(100)]
@@ -481,16 +455,16 @@ def test_real_sets(tmp_path, name):
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
     source = {"path": str(path), **REAL_SETS[name]}
-    manifest = make_prompts(PromptsConfig(sources=[source], max_prompts=400), output)
+    manifest = make_prompts(PromptsConfig(sources=[source], max_prompts=100), output)
     kept = prompts(output)
-    assert len(kept) == 400
+    assert len(kept) == 100
     reasons = {"duplicate.exact", "duplicate.near", "limit"}
     assert set(manifest.facts["ledger"]["dropped"]) <= reasons
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         answers = [
             message["content"]
-            for line, _ in zip(lines, range(400), strict=False)
+            for line, _ in zip(lines, range(100), strict=False)
             for message in json.loads(line).get("messages", [])
             if message["role"] == "assistant" and len(message["content"]) > 60
         ]

@@ -27,15 +27,15 @@ from tests.source_rows import json_lines, written
 from tests.stages import ROOT
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-BLOCK_ROWS, ROWS_PER_PART = 40, 60
+BLOCK_ROWS, ROWS_PER_PART = 20, 30
 MARKER = "Tuesday-at-nine"
 WORDS = ["table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "pencil"]
 WORDS += ["answer", "number", "letter"]
 
 
 def some_rows(count: int, seed: int = 0) -> list[dict]:
-    """Rows with everything: repeated and nearly repeated ones, ids given twice, personal data, and
-    some that are no rows.
+    """Repeated and nearly repeated ones, ids given twice, personal data, and some that
+    are no rows.
     """
     random_of = random.Random(seed)
     rows: list = []
@@ -63,9 +63,8 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> list[dict]:
-    """Two sources, one of them packed; beside them an evaluation set and a sample of traffic."""
     folder = tmp_path_factory.mktemp("sources")
-    first, second = some_rows(250, 250), some_rows(170, 170)
+    first, second = some_rows(126, 250), some_rows(84, 170)
     written(folder / "first.jsonl", first)
     (folder / "second.jsonl.gz").write_bytes(gzip.compress(json_lines(second).encode()))
     item = next(row for row in first if " write to" in json.dumps(row))
@@ -90,12 +89,11 @@ def made(folder: Path, sources: list[dict], **settings) -> Artifact:
 
 
 def everything(sources: list[dict]) -> dict[str, Any]:
-    """Settings with everything on."""
     beside = Path(sources[1]["path"]).parent
     return {
         "sources": sources,
         "evaluation": [{"path": str(beside / "items.jsonl")}],
-        "match": {"traffic": str(beside / "traffic.jsonl"), "num_prompts": 200},
+        "match": {"traffic": str(beside / "traffic.jsonl"), "num_prompts": 100},
     }
 
 
@@ -125,21 +123,15 @@ def test_what_is_compared_has_everything(undisturbed):
     reasons |= {"match", "pii.credit_card"}
     assert reasons <= set(ledger["dropped"])
     assert "match.json" in undisturbed
-    assert ledger["rows_in"] == 420
+    assert ledger["rows_in"] == 210
     assert ledger["rows_masked"] > 5
     lines = b"".join(prompts_of(undisturbed).values()).splitlines()
     ids = [json.loads(line)["id"] for line in lines]
     assert len(set(ids)) == len(ids) == ledger["rows_out"]
 
 
-def test_processes_change_nothing(sources, undisturbed, tmp_path):
-    """Three here, two in `test_a_kill_from_outside`."""
-    assert contents(made(tmp_path, sources, workers=3)) == undisturbed
-
-
 @needs_ray
 def test_ray_changes_nothing(sources, undisturbed, tmp_path):
-    """On a cluster of its own."""
     assert contents(made(tmp_path, sources, executor="ray", workers=2)) == undisturbed
 
 
@@ -148,7 +140,7 @@ def test_where_the_work_runs_is_no_part_of_the_identity(sources):
     assert PromptsConfig(sources=sources).settings(b"key") == other.settings(b"key")
 
 
-@pytest.mark.parametrize("block_rows", [2, 1000])
+@pytest.mark.parametrize("block_rows", [7, 1000])
 def test_portions_change_nothing(sources, undisturbed, tmp_path, monkeypatch, block_rows):
     monkeypatch.setattr(selection, "BLOCK_ROWS", block_rows)
     assert contents(made(tmp_path, sources)) == undisturbed
@@ -158,7 +150,7 @@ def test_shards_change_no_prompt(sources, undisturbed, tmp_path):
     lines = Path(sources[0]["path"]).read_text().splitlines(keepends=True)
     (tmp_path / "first").mkdir()
     for shard in range(4):
-        part = "".join(lines[shard * 63 : (shard + 1) * 63])
+        part = "".join(lines[shard * 32 : (shard + 1) * 32])
         (tmp_path / "first" / f"{shard}.jsonl").write_text(part)
     shards = {"path": str(tmp_path / "first" / "*.jsonl"), "name": "first"}
     output = contents(made(tmp_path / "out", [{**sources[0], **shards}, sources[1]]))
@@ -238,7 +230,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_kill_from_outside(sources, undisturbed, tmp_path, monkeypatch):
+def test_processes_change_nothing_nor_does_a_kill_from_outside(
+    sources, undisturbed, tmp_path, monkeypatch
+):
     """Of a run with two workers, which then goes on with two."""
     numbers = {"block_rows": BLOCK_ROWS, "rows_per_part": ROWS_PER_PART}
     code = KILLED.format(**numbers, settings=everything(sources), url=str(tmp_path))

@@ -17,7 +17,7 @@ from tests.source_rows import SHARED
 
 def made(seed):
     writer = Writer(seed)
-    return [*writer.english(150), *writer.rows(30), *writer.frames(150)]
+    return [*writer.english(70), *writer.rows(15), *writer.frames(70)]
 
 
 def test_the_same_seed_writes_the_same_texts_without_names_that_are_held_back():
@@ -26,7 +26,7 @@ def test_the_same_seed_writes_the_same_texts_without_names_that_are_held_back():
     assert texts[:9] != [*Writer(4).english(9)]
     spans = [(text.text[start:end], kind) for text in texts for start, end, kind in text.spans]
     words = [one for one, kind in spans if kind == PERSON and one.isalpha() and len(one) > 3]
-    assert len(words) > 60, "of which a fifth would be held back by chance"
+    assert len(words) > 30, "of which a fifth would be held back by chance"
     assert not [word for word in words if is_held_back(word, 5)]
     assert not [name for name in entities.census("all.last") if is_held_back(name, 5)]
 
@@ -45,7 +45,7 @@ def test_labelled_sentences_and_prompts_that_are_held_back_are_not_trained_on():
         pytest.skip(f"no data beside the checkout at {SHARED}")
 
     def trained():
-        return [*itertools.islice(entities.gold_texts(SHARED / "ner", Writer(5), 5), 300)]
+        return [*itertools.islice(entities.gold_texts(SHARED / "ner", Writer(5), 5), 150)]
 
     texts = trained()
     assert texts == trained()

@@ -3,8 +3,7 @@
 import json
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from google.auth.credentials import AnonymousCredentials
@@ -16,6 +15,7 @@ from eyas.privacy import dlp
 from eyas.privacy.detector import Detector
 from eyas.privacy.findings import mask
 from eyas.privacy.pii import TYPES, PrivacyConfig
+from tests.source_rows import served
 
 google_dlp = pytest.importorskip("google.cloud.dlp_v2", reason="pip install eyas[dlp]")
 
@@ -62,9 +62,7 @@ class Service:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
+        self.handler = Handler
 
     def found(self, body):
         findings = [
@@ -74,11 +72,6 @@ class Service:
         ]
         is_cut = {"findingsTruncated": True} if len(findings) > self.most_findings else {}
         return {"result": {"findings": findings[: self.most_findings], **is_cut}}
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
 
 
 def finding(info, row, start, end):
@@ -98,16 +91,15 @@ def finding(info, row, start, end):
 @pytest.fixture
 def service(monkeypatch):
     service = Service()
-    transport = google_dlp.services.dlp_service.transports.DlpServiceRestTransport(
-        host=f"127.0.0.1:{service.server.server_port}",
-        url_scheme="http",
-        credentials=AnonymousCredentials(),
-    )
-    monkeypatch.setattr(dlp, "client", lambda: google_dlp.DlpServiceClient(transport=transport))
-    monkeypatch.setattr(dlp, "PATIENCE_S", 3.0)
-    yield service
-    transport.close()
-    service.close()
+    with served(service.handler) as url:
+        transport = google_dlp.services.dlp_service.transports.DlpServiceRestTransport(
+            host=url.removeprefix("http://"), url_scheme="http", credentials=AnonymousCredentials()
+        )
+        made = google_dlp.DlpServiceClient(transport=transport)
+        monkeypatch.setattr(dlp, "client", lambda: made)
+        monkeypatch.setattr(dlp, "PATIENCE_S", 3.0)
+        yield service
+        transport.close()
 
 
 def cloud_config(**settings):

@@ -8,7 +8,6 @@ import hashlib
 import http.server
 import json
 import os
-import threading
 
 import fsspec
 import pytest
@@ -28,7 +27,7 @@ from eyas.data.sources import (
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.privacy.pii import PrivacyConfig
-from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai, sharegpt
+from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai, served, sharegpt
 
 TURNS = ("Where is the dog?", "And the cat?")
 
@@ -90,6 +89,7 @@ SHAPES = {
     "prompt": ({"prompt": "Hi", "completion": SAID}, ("Hi",)),
     "prompt as messages": ({"prompt": MESSAGES[:3], "chosen": SAID}, TURNS),
     "query": ({"query": "Hi", "response": SAID}, ("Hi",)),
+    "problem": ({"problem": "$1+1$?", "level": "1", "solution": SAID}, ("$1+1$?",)),
     "dolly": ({"instruction": "Do.", "context": "Dogs.", "response": SAID}, ("Do.\n\nDogs.",)),
     "wildchat": (WILDCHAT, TURNS),
     "claude": (
@@ -179,7 +179,6 @@ def test_an_overrule_needs_a_reason():
 
 
 def test_of_a_table_of_messages_the_first_ones_are_rows(tmp_path):
-    """As Open Assistant publishes its trees."""
     rows = [
         {"role": "prompter", "text": "Alone?", "parent_id": None, "message_tree_id": "t"},
         {"role": "assistant", "text": SAID_BY_ASSISTANT, "parent_id": "t"},
@@ -330,7 +329,6 @@ ANSWERS = TEXTS.map(lambda text: f"{text}{SAID_BY_ASSISTANT}{text}")
 
 @st.composite
 def conversations(draw):
-    """A row of some shape, with answers, that says by its keys whose they are."""
     users = draw(st.lists(TEXTS, min_size=1, max_size=3))
     answers = draw(st.lists(ANSWERS, min_size=len(users), max_size=len(users)))
     pairs = list(zip(users, answers, strict=True))
@@ -386,7 +384,6 @@ def damaged(data, damages):
 
 
 def all_of(source):
-    """What comes out before the error, if there is one."""
     rows = []
     try:
         rows.extend(read_source(source))
@@ -467,23 +464,13 @@ class Website(http.server.SimpleHTTPRequestHandler):
 
 
 def test_a_website(tmp_path):
-    """What gives access to a signed URL is written down nowhere."""
     pytest.importorskip("aiohttp", reason="the extra `http` is not installed")
     (tmp_path / "set.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n".encode() * 3))
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Website, directory=str(tmp_path))
-    ) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            source = SourceConfig(path=f"{url}/set.jsonl.gz?signature=secret")
-            rows, made = read(source), describe(source)
-            with pytest.raises(MissingInputError) as raised:
-                read(SourceConfig(path=f"{url}/none.jsonl?signature=secret"))
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(functools.partial(Website, directory=str(tmp_path))) as url:
+        source = SourceConfig(path=f"{url}/set.jsonl.gz?signature=secret")
+        rows, made = read(source), describe(source)
+        with pytest.raises(MissingInputError) as raised:
+            read(SourceConfig(path=f"{url}/none.jsonl?signature=secret"))
     assert [(row.source, row.where) for row in rows] == [
         ("set", f"set.jsonl.gz:{line}") for line in (1, 2, 3)
     ]
@@ -497,9 +484,6 @@ BESIDE += ("b/.git/y.jsonl",)
 
 
 def several(write_file):
-    """Files of a source by name, each with one row that says its name, and files beside that are
-    none.
-    """
     for name in (*NAMES, *BESIDE):
         text = (
             f'prompt,answer\n"{name}","{SAID_BY_ASSISTANT}"\n'

@@ -151,7 +151,6 @@ def test_addresses_on_the_net_are_those_for_documentation():
     ],
 )
 def test_wallets_keep_their_form_and_fail_their_check(value, valid, form):
-    """Ethereum's in small letters have no check."""
     assert re.fullmatch(form, made("CRYPTO", value))
     assert valid is None or not valid(made("CRYPTO", value))
 
@@ -195,7 +194,6 @@ def test_places_and_addresses_keep_their_form():
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from([type for type in TYPES if type != "PRIVATE_KEY"]), st.integers(2, 40))
 def test_different_values_have_different_surrogates(type, count):
-    """And none is a value of the conversation."""
     values = [KeyedRandom(KEY, str(number)).like(VALUES[type]) for number in range(count)]
     values = list({canonical(type, value): value for value in values}.values())
     surrogates = Surrogates(KEY, "c", [(type, value) for value in values])
@@ -214,7 +212,6 @@ def test_names_do_not_run_out():
 
 @pytest.mark.parametrize(("script", "letter"), zip(SCRIPTS, "あ가กကក一", strict=True))
 def test_names_of_a_script_do_not_run_out(script, letter):
-    """However few its pool has: names are joined until one is new."""
     assert re.match(script, letter)
     letters = [chr(ord(letter) + number) for number in range(25)]
     values = [one + other for one in letters[:20] for other in letters]
@@ -264,7 +261,6 @@ def test_what_is_set_aside_for_examples():
 
 
 def test_a_whole_conversation():
-    """Everything replaced at once leaves nothing of what was there."""
     config = PrivacyConfig(actions=dict.fromkeys(TYPES, "surrogate"))
     texts = [unmarked(one.example) for one in PII_TYPES if one.find]
     texts[-1] += f" and again {VALUES['EMAIL_ADDRESS']}"
@@ -336,8 +332,6 @@ def test_a_first_name_alone_is_the_same_person():
 
 
 def test_words_are_left_alone():
-    """What a name has in common with the language: verbs and months at a sentence's start, small
-    letters, other names."""
     texts = [
         "I asked Will and Mark, and Robert too.",
         "Will he come? Will the shop open? I will mark it. Roberta stays.",
@@ -350,7 +344,6 @@ def test_words_are_left_alone():
 
 
 def test_a_name_within_an_address_is_replaced_too():
-    """Though Lane says there of which kind the street is."""
     texts = ["Diane Lane lives at 12 Meadow Lane, Boston."]
     made = replaced(texts, ("PERSON", "Diane Lane"), ("STREET_ADDRESS", "12 Meadow Lane, Boston"))
     assert "Lane" not in made[0]
@@ -429,7 +422,6 @@ def test_a_year_within_a_name_is_replaced():
 
 
 def test_a_row_of_which_a_value_would_remain_is_dropped(monkeypatch):
-    """The last check does not trust the replacement."""
     keep = PersonalData(PrivacyConfig(), KEY)
     row = SourceRow("", "", "", None, ("I am ana@python.org",))
     assert isinstance(keep(row), SourceRow)

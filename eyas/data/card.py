@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas.artifact import Manifest
 from eyas.data.filters import FILTERS, PRIVACY_REASONS
 from eyas.data.logs import LOG_REASONS
 from eyas.data.recall import measured, recall_in, recall_of
@@ -22,9 +23,9 @@ from eyas.privacy.pii import NAME_TYPES, TYPES
 
 TEMPLATE = Path(__file__).with_name("card.html")
 MOST_LANGUAGES = 12
-NO_LANGUAGE = {"und": "undetermined", "zxx": "code only"}  # codes of ISO 639-2
+NO_LANGUAGE = {"und": "undetermined", "zxx": "code only"}  # ISO 639-2
 
-# Why a row was dropped, by the head of the reason, in the order of the stage, with its meaning.
+# By the head of a drop's reason, in the order of the stage
 MEANINGS = {
     **READING_REASONS,
     **LOG_REASONS,
@@ -33,43 +34,16 @@ MEANINGS = {
     **SELECTION_REASONS,
 }
 
-WEAKNESSES = (
-    "A value that no search found is still in the prompts. How many these are is estimated above, "
-    "for the types and the languages whose recall was measured, and is not known for the others.",
-    "Recall was measured on made-up sentences. On noisy text (lower case, misspelt, without "
-    "punctuation, chat, transcribed speech) expect about half of the names to be found.",
-    "Where names were not searched, whatever names are there remain: see the table by language.",
-    "Data without a form is not searched for: a nickname, an employer, an illness, a story by "
-    "which somebody can be recognised.",
-    "Some of what was replaced or dropped belongs to no person: a form or a checksum can fit by "
-    "chance, and a name can be that of a place, a thing or an invented person.",
-    "Overlap with evaluation sets is searched for by words. A translated or reworded item passes, "
-    "and so does a set that was not given.",
-    "Near-duplicates are searched for by words: the same request in other words stays.",
-    "Licences, terms and authors are what the run file states or the registry of known sets "
-    "records. The terms of single rows were not read, and a source may hold what its owner had no "
-    "right to give.",
-    "eyas does not know whether a person has read the prompts.",
-)
-NOT_SEARCHED = {
-    "code": "code, commands, paths or formulas",
-    "fictional": "its people are stated to be invented",
-    "policy": "the policy keeps names and places",
-}
 MOST_PARTS = 40  # lines of the table by language
-KEY_FROM = {
-    "variable": "the environment variable EYAS_PRIVACY_KEY",
-    "file": "a file that this user alone can read (mode 0600)",
-}
 
 
 @dataclass(frozen=True)
 class CardContents:
-    """What a card shows; absent parts are left out.
+    """What a card shows; an absent part is left out.
 
-    ledger: ledger.json; match: `match_report`; evaluation: names of the sets; record: text by
-    heading; sources: name, url, sha256, files and bytes of each; searched: types by source;
-    dropping: types whose rows are dropped; key: its "id", and "from" where it was read.
+    ledger: ledger.json; match: `match_report`; record: text by heading; sources: as inputs, by
+    name; searched: types by source; dropping: types whose rows are dropped; key: its "id", and
+    "from": `key_place`.
     """
 
     ledger: Mapping[str, Any]
@@ -77,14 +51,14 @@ class CardContents:
     evaluation: Sequence[str] = ()
     identity: str = ""
     record: Mapping[str, str] = field(default_factory=dict)
-    sources: Sequence[Mapping[str, Any]] = ()
+    sources: Mapping[str, Manifest] = field(default_factory=dict)
     searched: Mapping[str, Sequence[str]] = field(default_factory=dict)
     dropping: Sequence[str] = ()
     key: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_card(contents: CardContents) -> str:
-    """The card as HTML. The same contents give the same text."""
+    """The card as HTML, the same for the same contents."""
     ledger = contents.ledger
     listed = reasons(ledger)
     shown = next((one for one in listed if one["head"] == "pii"), listed[0] if listed else None)
@@ -106,18 +80,15 @@ def write_card(contents: CardContents) -> str:
         TEMPLATE,
         filters,
         contents=contents,
-        weaknesses=WEAKNESSES,
         ledger=ledger,
         num_dropped=sum(ledger["dropped"].values()),
-        key_from=KEY_FROM,
         remaining=remaining(contents),
         spoken=recall_by_language(ledger),
         recall=measured(),
-        caveats=_recall_caveats(ledger),
+        caveats=recall_caveats(ledger),
         parts=name_parts(ledger),
-        not_searched=NOT_SEARCHED,
         no_language=NO_LANGUAGE,
-        kept_types=_kept_types(contents.searched),
+        kept_types=kept_types(contents.searched),
         reasons=listed,
         examples=list(dict.fromkeys([shown["name"], shown["head"]])) if shown else [],
         verdicts=ledger["licences"],
@@ -130,20 +101,19 @@ def write_card(contents: CardContents) -> str:
 def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every reason with its count, in the order of the stage, the most frequent of a head first."""
     order = {head: place for place, head in enumerate(MEANINGS)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for reason, count in ledger["dropped"].items():
         head = reason.partition(".")[0]
-        rows.append(
-            {"name": reason, "count": count, "head": head, "meaning": MEANINGS.get(head, "")}
-        )
+        meaning = MEANINGS.get(head, "")
+        rows.append({"name": reason, "count": count, "head": head, "meaning": meaning})
     return sorted(
         rows, key=lambda row: (order.get(row["head"], len(order)), -row["count"], row["name"])
     )
 
 
 def personal_data(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Values found by type, most frequent first: how many were replaced, how many were in rows
-    dropped for them, and both by source.
+    """By type, the most frequent first: values replaced, values in rows dropped for them, and both
+    by source.
     """
 
     def counts(account: Mapping[str, Any], type: str) -> dict[str, int]:
@@ -159,11 +129,11 @@ def personal_data(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def remaining(contents: CardContents) -> list[dict[str, Any]]:
-    """By type that was found: the values found, and how many more are expected to remain in the
-    prompts, with the bounds of `Recall.remaining`; None where recall was not measured.
+    """By type: the values found, and how many more are expected to remain in the prompts, with the
+    bounds of `Recall.remaining`; None where recall was not measured.
 
-    Of a type that is replaced values in prompts count, of one that drops its row values in dropped
-    rows: what was missed of it is in rows that became prompts.
+    What was missed of a type that drops its rows is in rows that became prompts, so of such a type
+    the values in dropped rows count.
     """
     ledger, rows = contents.ledger, []
     for type in sorted({*ledger["masked"], *ledger["found_in_dropped"]}):
@@ -177,24 +147,20 @@ def remaining(contents: CardContents) -> list[dict[str, Any]]:
 
 
 def recall_by_language(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each language of the rows, the most frequent first: its share of them, and the type with
-    the lowest measured recall of values with a form and of names, as (type, recall); None where no
-    recall was measured.
+    """By language of the rows, the most frequent first: its share, and the lowest measured recall
+    among values with a form and among names, as (type, recall) or None.
     """
     rows, total = [], sum(ledger["languages"].values()) or 1
     for code, count in sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0])):
         known = sorted(recall_in(code).items(), key=lambda item: item[1].interval[0])
-        parts = (
-            [one for one in known if one[0] not in NAME_TYPES],
-            [one for one in known if one[0] in NAME_TYPES],
-        )
-        forms, names = (next(iter(part), None) for part in parts)
+        forms = next((one for one in known if one[0] not in NAME_TYPES), None)
+        names = next((one for one in known if one[0] in NAME_TYPES), None)
         language = NO_LANGUAGE.get(code, code)
         rows.append({"language": language, "share": count / total, "forms": forms, "names": names})
     return rows
 
 
-def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
+def recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
     """In what this run differs from the search whose recall was measured."""
     versions, personal = ledger["versions"], ledger["policies"].get("personal", {})
     found = [
@@ -207,8 +173,8 @@ def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
 
 
 def name_parts(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where names were searched, and where not: the ledger's `names` with source and share of its
-    characters; the largest first within a source, the smallest of many as one.
+    """The ledger's `names` with source and share of its characters, the largest first within a
+    source; the smallest of many as one.
     """
     parts = []
     for source, account in ledger["sources"].items():
@@ -231,15 +197,13 @@ def name_parts(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _kept_types(searched: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Types that are searched for in no or not in every source, with where they are not."""
+def kept_types(searched: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Types that are not searched for in every source, with the sources."""
     kept = []
     for type in TYPES if searched else ():
         without = [name for name, types in searched.items() if type not in types]
-        if without:
-            kept.append(
-                (type, "any source" if len(without) == len(searched) else ", ".join(without))
-            )
+        where = "any source" if len(without) == len(searched) else ", ".join(without)
+        kept += [(type, where)] if without else []
     return kept
 
 

@@ -2,9 +2,7 @@
 
 A row is dropped if it holds half of the word 4-grams of a turn of an item, or 13 words of one in a
 row, or most of a turn with other numbers. Case, white space, punctuation, Unicode form, simple
-markup and the order of turns make no difference; a sign between letters may be left out or become a
-space. docs/decisions/prompts.md compares other rules.
-
+markup and the order of turns make no difference (docs/decisions/prompts.md compares other rules).
 Letters: G grams of the index, T words of a text.
 """
 
@@ -31,14 +29,14 @@ from eyas.language import words
 
 GRAM, RUN = 4, 13  # words
 SHARE = 0.5  # of a turn's 4-grams
-LEAST = 4  # 4-grams, or all of a shorter turn: a few words prove no contamination
+LEAST = 4  # 4-grams, or all of a shorter turn: fewer prove nothing
 LETTERS = 12  # of a turn that is known by itself, without a gram
 MANY = 8  # items: a gram in more of them is the form of the benchmark, not an item
-# Runs of digits or of one repeated word are in many texts: so many words of a gram must be
-# distinctive (no number, no single letter) and different.
+# Different words of a gram that are no number and no single letter: runs of digits or of one word
+# are in many texts.
 DISTINCTIVE = {GRAM: 1, RUN: 5}
 
-# With the numbers masked more must agree: problems of one kind differ in their numbers alone.
+# With masked numbers more must agree: problems of one kind differ in their numbers alone.
 NUMBERLESS_SHARE, NUMBERLESS_LEAST = 0.75, 8
 NUMBER = "\u01c2"  # a letter that is rare in texts stands for a run of numbers
 NUMBERS = re.compile(
@@ -48,8 +46,8 @@ NUMBERS = re.compile(
 )
 SIGN = re.compile(r"[^\w\s]|_")
 INNER_SIGN = re.compile(r"\w(?:[^\w\s]|_)+(?=\w)")
-# A sign within a word spoils five 4-grams of a row at most: more of them than that share of its
-# words, and half of the grams may be spoiled.
+# Share of a text's words with a sign in them: each spoils five 4-grams, so that with more of them
+# half of the grams may be spoiled.
 INNER_SIGNS = 1 / 12
 MARKS = re.compile("[\u0300-\u036f]")  # accents, apart from their letters
 
@@ -58,8 +56,8 @@ NO_GRAMS: HashArray = np.zeros(0, np.uint64)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TurnGrams:
-    """The grams of a turn in one spelling, by size, each once; a row holds the turn that has this
-    share of those of size GRAM, and so many.
+    """The grams of a turn in one spelling, by size, each once. A row with `share` of those of size
+    GRAM, and at least `least`, holds the turn.
     """
 
     by_size: dict[int, HashArray]
@@ -69,8 +67,8 @@ class TurnGrams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationItem:
-    """A row of an evaluation set: its place, digests of its turns together, then of each long one,
-    the grams of each turn in each spelling.
+    """A row of an evaluation set: digests of its turns together and of each long one, and the grams
+    of each turn in each spelling.
     """
 
     set: str
@@ -79,17 +77,16 @@ class EvaluationItem:
     digests: tuple[bytes, ...]
     turns: tuple[TurnGrams, ...]
 
-    def __str__(self) -> str:
-        return f"{self.where} (id {self.id})" if self.id else self.where
+    def drop(self, note: str) -> Drop:
+        """The drop of a row that overlaps it."""
+        place = f"{self.where} (id {self.id})" if self.id else self.where
+        return Drop(f"contamination.{self.set}", f"{note} {place}")
 
 
 class Postings:
-    """Which turns hold which gram: gram g, of sorted uint64 [G], is in
-    turns[starts[g]:starts[g + 1]].
-    """
+    """Which turns hold which gram: turns[starts[g]:starts[g + 1]] hold gram g of uint64 [G]."""
 
     def __init__(self, grams_of_turns: Sequence[HashArray]) -> None:
-        """grams_of_turns: of turns 0, 1, ..., each gram once a turn."""
         sizes = [len(grams) for grams in grams_of_turns]
         every = np.concatenate([NO_GRAMS, *grams_of_turns])
         order = np.argsort(every, kind="stable")
@@ -98,7 +95,7 @@ class Postings:
         self._starts = np.append(starts, len(every))
 
     def found(self, grams: HashArray) -> NDArray[np.int64]:
-        """The turns that hold grams of a text, repeated for each different gram."""
+        """The turns that hold grams of a text, once for each different gram."""
         nothing = np.zeros(0, np.int64)
         if not len(self._grams):
             return nothing
@@ -109,15 +106,13 @@ class Postings:
 
 
 class Contamination:
-    """Drops a row that overlaps an item of the evaluation sets: reason `contamination.<set>`, with
-    the item in the note.
+    """Drops a row that overlaps an item of the evaluation sets, with reason
+    `contamination.<set>`.
     """
 
     def __init__(self, sets: Sequence[SourceConfig]) -> None:
-        """Read the sets and build the index: about 30 bytes for each of their words.
-
-        Raises MissingInputError, EmptyInputError, CorruptError (a damaged row too: a set that is
-        read in part protects in part), InputError.
+        """Read the sets and build the index: about 30 bytes a word. Raises as `read_source`, and
+        CorruptError for a damaged row: a set that is read in part protects in part.
         """
         items = _without_common([item for source in sets for item in _items(source)])
         turns = [turn for item in items for turn in item.turns]
@@ -125,26 +120,22 @@ class Contamination:
             size: Postings([turn.by_size[size] for turn in turns]) for size in (GRAM, RUN)
         }
         self._size = np.array([len(turn.by_size[GRAM]) for turn in turns], np.int64)
-        shares, least = (
-            np.array([getattr(turn, name) for turn in turns]) for name in ("share", "least")
-        )
+        shares = np.array([turn.share for turn in turns])
+        least = np.array([turn.least for turn in turns])
         self._needed = np.maximum(np.ceil(shares * self._size), np.minimum(self._size, least))
         self._item = [item for item in items for _ in item.turns]
         counts = Counter(digest for item in items for digest in item.digests)
-        self._whole = {item.digests[0]: item for item in reversed(items)}
-        self._alone = {
-            digest: item
-            for item in reversed(items)
-            for digest in item.digests
-            if counts[digest] <= MANY
-        }
+        backwards = items[::-1]  # so that of several items the first counts
+        self._whole = {item.digests[0]: item for item in backwards}
+        every = ((digest, item) for item in backwards for digest in item.digests)
+        self._alone = {digest: item for digest, item in every if counts[digest] <= MANY}
 
     def __call__(self, row: SourceRow) -> SourceRow | Drop:
         turns = [Spelling(turn) for turn in row.turns]
         texts = [[word for turn in turns for word in turn.words]]
         digests = list(_digests(turns))
         if item := self._whole.get(digests[0]):
-            return Drop(f"contamination.{item.set}", f"says the same as {item}")
+            return item.drop("says the same as")
         if row.system:
             turns.append(Spelling(row.system))
             texts.append(turns[-1].words)
@@ -159,24 +150,21 @@ class Contamination:
         if drop := self._shared(found):
             return drop
         if len(turns_with_run := self._found(hashes, RUN)):
-            item = self._item[turns_with_run.min()]
-            return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
+            return self._item[int(turns_with_run.min())].drop(f"holds {RUN} words in a row of")
         if item := next((self._alone[one] for one in digests if one in self._alone), None):
-            return Drop(f"contamination.{item.set}", f"says a turn of {item}")
+            return item.drop("says a turn of")
         return row
 
     def _shared(self, found: NDArray[np.int64]) -> Drop | None:
-        """The drop for the turn with the largest share found in the texts, if large enough."""
+        """The drop for the turn of which the largest share was found, if large enough."""
         turns, counts = np.unique(found, return_counts=True)
         enough = counts >= self._needed[turns]
         if not enough.any():
             return None
         shares = np.where(enough, counts / self._size[turns], 0)
         best = int(shares.argmax())
-        item = self._item[turns[best]]
-        return Drop(
-            f"contamination.{item.set}", f"holds {shares[best]:.0%} of the {GRAM}-grams of {item}"
-        )
+        note = f"holds {shares[best]:.0%} of the {GRAM}-grams of"
+        return self._item[int(turns[best])].drop(note)
 
     def _found(self, texts: Iterable[HashArray], size: int) -> NDArray[np.int64]:
         return self._postings[size].found(
@@ -199,8 +187,8 @@ def _items(source: SourceConfig) -> Iterator[EvaluationItem]:
 
 
 class Spelling:
-    """A text as its words, letters and digits alone, in each way of telling them apart. A text
-    without words is one word.
+    """The words of a text, of letters and digits, told apart in several ways. A text without words
+    is one word.
     """
 
     def __init__(self, text: str) -> None:
@@ -213,7 +201,7 @@ class Spelling:
 
     @property
     def has_inner_signs(self) -> bool:
-        """Whether so many words hold a sign that `joined` may find what `words` does not."""
+        """Whether `joined` may find what `words` does not."""
         return len(INNER_SIGN.findall(self._plain)) > INNER_SIGNS * len(self.words)
 
     @functools.cached_property
@@ -238,9 +226,7 @@ def _turn_grams(turn: Spelling) -> Iterator[TurnGrams]:
 
 
 def _digests(turns: Sequence[Spelling]) -> Iterator[bytes]:
-    """Of all turns together, and of each that is long enough to be known by itself: of their
-    letters and digits, so that white space makes no difference.
-    """
+    """Of the letters and digits of all turns together, and of each turn with enough of them."""
     letters = ["".join(turn.words) for turn in turns]
     known = [text for text in letters if len(text) >= LETTERS]
     for text in {"".join(letters): None, **dict.fromkeys(known)}:
@@ -248,7 +234,9 @@ def _digests(turns: Sequence[Spelling]) -> Iterator[bytes]:
 
 
 def _grams(words: Sequence[str]) -> dict[int, HashArray]:
-    """The distinctive grams of a turn by size; all short ones, if none of them is distinctive."""
+    """The distinctive grams of a turn by size; if none of size GRAM is distinctive,
+    all of these.
+    """
     hashes = hashed(words)
     is_distinctive = [
         not word.isdecimal() and word != NUMBER and (len(word) > 1 or not word.isascii())
@@ -260,9 +248,8 @@ def _grams(words: Sequence[str]) -> dict[int, HashArray]:
         grams = runs(hashes, size)
         if len(grams):
             windows = np.sort(np.lib.stride_tricks.sliding_window_view(distinct, size), axis=1)
-            num_distinct = (
-                np.diff(windows, axis=1, prepend=np.zeros((len(windows), 1), np.uint64)) != 0
-            ).sum(axis=1)
+            before = np.zeros((len(windows), 1), np.uint64)
+            num_distinct = (np.diff(windows, axis=1, prepend=before) != 0).sum(axis=1)
             chosen = grams[num_distinct >= least]
             grams = grams if size == GRAM and not len(chosen) else chosen
         found[size] = np.unique(grams)
@@ -270,8 +257,8 @@ def _grams(words: Sequence[str]) -> dict[int, HashArray]:
 
 
 def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
-    """The items without grams that many items share. Turns made of such grams are left out, unless
-    their item has no other.
+    """The items without grams that many items share. A turn of such grams is left out, unless its
+    item has no other.
     """
     common = {
         size: _common([[turn.by_size[size] for turn in item.turns] for item in items])
@@ -292,7 +279,6 @@ def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
 
 
 def _common(items: list[list[HashArray]]) -> HashArray:
-    """The grams that more than MANY items have."""
     of_items = (np.unique(np.concatenate(turns)) for turns in items)
     grams, counts = np.unique(np.concatenate([NO_GRAMS, *of_items]), return_counts=True)
     return grams[counts > MANY]

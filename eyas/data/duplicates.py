@@ -1,9 +1,5 @@
 """Rows that repeat an earlier row: exactly after normalisation, or nearly, by MinHash and then the
-exact Jaccard of word pairs.
-
-Texts become sets of hashed runs of words (shingles), the same in every process, on every machine
-and in every version of a library. Decisions are made from digests, and the few rows that look alike
-are read to verify them.
+exact Jaccard of word pairs. Decisions are made from digests; only rows that look alike are read.
 
 Letters: R rows, B bands, P permutations, S shingles, T words.
 """
@@ -30,13 +26,13 @@ HashArray = NDArray[np.uint64]
 IndexArray = NDArray[np.int64]  # [R]: the index of an earlier row, or NONE
 NONE = -1
 
-# Words and signs a shingle. Pairs find sentences in another order, and at .85 forgive no more than
+# Words and signs a shingle. Pairs find sentences in another order; at .85 they forgive no more than
 # triples at .8.
 SHINGLE = 2
 # Rows of Jaccard .85 share two bands or more with probability .99999, of .8 with .999, of .7 with
 # .90.
 BANDS, BAND_SIZE = 32, 6
-PIECE = 1024  # shingles or rows at a time: no long text and no large set needs much memory
+PIECE = 1024  # shingles or rows at a time, which bounds the memory
 
 CANDIDATES = 4  # remembered for each row: those that share most bands
 LEAST_SHARED = 2  # bands: of rows of Jaccard .5 nine in ten share fewer
@@ -57,13 +53,12 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalised(text: str) -> str:
-    """One spelling for texts that differ only in case, white space or compatible Unicode forms; a
-    power, 10², stays one: 10^2.
+    """One spelling for texts that differ in case, white space or compatible Unicode forms alone; a
+    power, 10², becomes 10^2.
     """
     text = text if text.isascii() else POWER.sub("^", text)
-    return " ".join(
-        unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
-    )
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(unicodedata.normalize("NFKC", folded).split())
 
 
 def signs(text: str) -> list[str]:
@@ -84,12 +79,12 @@ def scrambled(values: HashArray) -> HashArray:
 
 
 def mixed(values: NDArray[Any]) -> HashArray:
-    """One step of splitmix64, 64 bits for each value."""
+    """One step of splitmix64."""
     return scrambled(values.astype(np.uint64) + GOLDEN)
 
 
 def hashed(words: Sequence[str]) -> HashArray:
-    """A hash for each word, uint64 [T]. CRC-32 beneath: a forged word gains nothing."""
+    """A hash for each word, uint64 [T]. CRC-32 will do: a forged word gains nothing."""
     parts = "\n".join(words).encode("utf-8", "surrogatepass").split(b"\n") if words else []
     return mixed(np.fromiter(map(zlib.crc32, parts), np.uint64, len(parts)))
 
@@ -104,13 +99,10 @@ def runs(hashes: HashArray, size: int) -> HashArray:
 
 
 def shingles(text: str) -> HashArray:
-    """The set of a text's runs of SHINGLE words and signs: sorted uint64 [S].
-
-    Both ends are padded, so that every word is in as many runs: the last word of a question counts
-    like any other.
+    """The set of a text's runs of SHINGLE words and signs: sorted uint64 [S]. Both ends are padded,
+    so that the first and the last word are in as many runs as the others.
     """
-    # A text of sentence punctuation only counts as one word.
-    words = hashed(signs(text) or [normalised(text)])
+    words = hashed(signs(text) or [normalised(text)])  # sentence punctuation alone is one word
     edge = np.zeros(SHINGLE - 1, np.uint64)
     return np.unique(runs(np.concatenate([edge, words, edge]), SHINGLE))
 
@@ -139,7 +131,6 @@ def beginning_keys(row: SourceRow) -> list[HashArray]:
 
 
 def _said(row: SourceRow) -> list[str]:
-    """System prompt and turns, normalised."""
     return [normalised(row.system or ""), *map(normalised, row.turns)]
 
 
@@ -148,15 +139,14 @@ def _hash_of(said: list[str]) -> str:
 
 
 def text_key(text_hash: str) -> HashArray:
-    """The first 128 bits of a text hash, uint64 [2]: what `exact` compares."""
+    """The first 128 bits of a text hash, uint64 [2]."""
     return np.frombuffer(bytes.fromhex(text_hash[:32]), ">u8").astype(np.uint64)
 
 
 def signature(row: SourceRow) -> HashArray:
     """MinHash of the turns in bands, uint64 [B]: two rows of Jaccard J share a band with
-    probability J ** BAND_SIZE.
+    probability J ** BAND_SIZE. Without the system prompt, which may make a whole source alike.
 
-    Without the system prompt: a long one before all rows of a source would make them all alike.
     Broder 1997; bands after Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4.
     """
     members = shingles(row.text_compared)
@@ -199,18 +189,14 @@ def beginnings(
 
 
 def near(
-    bands: HashArray,
-    row: Callable[[int], SourceRow],
-    alive: NDArray[np.bool_],
-    threshold: float,
+    bands: HashArray, row: Callable[[int], SourceRow], alive: NDArray[np.bool_], threshold: float
 ) -> IndexArray:
-    """For each row an earlier, kept row that is similar, else NONE.
+    """For each row an earlier, kept row that is similar, else NONE: the Jaccard of their turns and
+    that of their system prompts are each at least `threshold`.
 
-    bands: signatures uint64 [R, B]; row: reads row i; alive: bool [R], rows that are not dropped
-    for another reason. A row is dropped if its turns and its system prompt each have a Jaccard of
-    at least `threshold` with the kept row's. In each bucket a row meets the first member and the
-    one before it, so time is linear in R but for sorting. Memory: about 60 bytes a row, and the
-    shingles of REMEMBERED rows.
+    bands: signatures uint64 [R, B]; row: reads row i; alive: bool [R], rows not dropped before. In
+    each bucket a row meets the first member and the one before it, so time is linear in R but for
+    sorting; memory is about 60 bytes a row and the shingles of REMEMBERED rows.
     """
 
     @functools.lru_cache(REMEMBERED)
@@ -225,19 +211,15 @@ def near(
         # In place of a dropped candidate the row that it repeats.
         kept = [one if places[one] == NONE else int(places[one]) for one in found]
         for earlier in dict.fromkeys(kept):
-            if all(
-                jaccard(*pair) >= threshold
-                for pair in zip(parts(earlier), parts(index), strict=True)
-            ):
+            pairs = zip(parts(earlier), parts(index), strict=True)
+            if all(jaccard(*pair) >= threshold for pair in pairs):
                 places[index] = earlier
                 break
     return places
 
 
 def _candidates(bands: HashArray, alive: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """For each row the earlier rows that share most bands with it, of those that it meets in its
-    buckets: int32 [R, CANDIDATES].
-    """
+    """Of the earlier rows that a row meets, those that share most bands: int32 [R, CANDIDATES]."""
     candidates = np.full((len(bands), CANDIDATES), NONE, np.int32)
     shared = np.full((len(bands), CANDIDATES), LEAST_SHARED - 1, np.uint8)
     rows = np.flatnonzero(alive).astype(np.int32)

@@ -1,6 +1,5 @@
 """The row filters in their order, and what they make of a block of rows. A filter is one entry of
-FILTERS; it depends on no other row, so a block can be cleaned in any process. No note of a drop
-quotes the row.
+FILTERS. It depends on no other row, so a block can be cleaned in any process; no note quotes a row.
 """
 
 from __future__ import annotations
@@ -44,17 +43,14 @@ def too_long(limit: int) -> RowFilter:
 
     def keep(row: SourceRow) -> SourceRow | Drop:
         count = row.all_characters
-        if count <= limit:
-            return row
-        return Drop("too_long", f"{count} characters, allowed are {limit}")
+        note = f"{count} characters, allowed are {limit}"
+        return row if count <= limit else Drop("too_long", note)
 
     return keep
 
 
 def quality(row: SourceRow) -> SourceRow | Drop:
-    """Drops a row for the first check that its turns, taken as one text, fail: reason
-    `quality.<check>`.
-    """
+    """Drops a row for the first of QUALITY_CHECKS that its turns together fail."""
     text = "\n".join(row.turns)
     for name, check in QUALITY_CHECKS.items():
         if note := check(text):
@@ -65,9 +61,8 @@ def quality(row: SourceRow) -> SourceRow | Drop:
 
 
 def in_languages(keep: Sequence[str]) -> RowFilter:
-    """Drops a row in a language that is not kept; one in an undetermined language stays.
-
-    keep: codes of ISO 639-1. Raises ConfigError for an unknown one.
+    """Drops a row in a language other than `keep` (ISO 639-1); an undetermined one stays. Raises
+    ConfigError for an unknown code.
     """
     known = sorted(codes())
     unknown = [code for code in keep if code not in known]
@@ -78,24 +73,20 @@ def in_languages(keep: Sequence[str]) -> RowFilter:
 
     def filter(row: SourceRow) -> SourceRow | Drop:
         found = row_language(row)
-        if found in keep or found == UNKNOWN:
-            return row
-        return Drop("language", f"it is in {found!r}")
+        is_kept = found in keep or found == UNKNOWN
+        return row if is_kept else Drop("language", f"it is in {found!r}")
 
     return filter
 
 
 def row_language(row: SourceRow) -> str:
-    """The language of a row's turns taken together: see `eyas.language.language`."""
+    """The language of a row's turns together."""
     return language("\n".join(row.turns))
 
 
-# Personal data: what is found and how it is replaced is decided in eyas.privacy.
-
-
 class PersonalData:
-    """Replaces personal data and secrets as the policy says, or drops the row. The result depends
-    on the row, the config and the key alone.
+    """Replaces personal data and secrets as the policy says, or drops the row: by the row, the
+    config and the key alone.
     """
 
     def __init__(self, config: PrivacyConfig, key: bytes) -> None:
@@ -107,7 +98,7 @@ class PersonalData:
         return self.many([row])[0]
 
     def many(self, rows: Sequence[SourceRow]) -> list[SourceRow | Drop]:
-        """The result of each row. A remote service is asked about all of them in one call."""
+        """The result of each row. A remote service is asked about all in one call."""
         texts = [[row.system or "", *row.turns] for row in rows]
         parts = [passages(of_row) for of_row in texts]
         every_text, every_part = itertools.chain(*texts), itertools.chain(*parts)
@@ -164,25 +155,18 @@ class PersonalData:
         )
 
 
-@functools.cache
-def _default_detector() -> Detector:
-    return Detector(EVERY_TYPE)
+_default_detector = functools.cache(lambda: Detector(EVERY_TYPE))
 
 
 def find_all_types(text: str) -> list[Finding]:
-    """The findings of every type, without hashes, for excerpts: names whatever the language."""
+    """The findings of every type, without hashes, as if all of the text were prose."""
     return _default_detector().find_all([text], [[Passage(0, len(text), "en")]])[0]
-
-
-# The table.
 
 
 @dataclasses.dataclass(frozen=True)
 class CleaningTask:
-    """The work on rows, as it is sent to a process.
-
-    labels: names of the sources; key: of eyas.privacy; personal: the policy of each source; grams:
-    whether rows are matched to traffic.
+    """The work on rows, as it is sent to a process. key: of eyas.privacy; personal: the policy of
+    each source in `labels`; grams: whether rows are matched to traffic.
     """
 
     labels: tuple[str, ...]
@@ -194,15 +178,15 @@ class CleaningTask:
     grams: bool
 
     def ready(self) -> RowCleaner:
-        """The function on blocks and on late drops, with its filters built."""
+        """The function on blocks and on late drops."""
         return RowCleaner(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FilterEntry:
-    """A filter of rows. name: what the reasons of its drops begin with; build: the filter of a
-    task, None where it is off; meaning: why such rows are dropped, for the card; limits: constants
-    of the filter, for the ledger and the identity.
+    """A filter of rows. name: how the reasons of its drops begin; build: makes it for a task, or
+    None (off); meaning: of its drops, for the card; limits: constants, for the ledger and the
+    identity.
     """
 
     name: str
@@ -211,8 +195,8 @@ class FilterEntry:
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-# The first that drops a row is counted. Cheap ones come first, long rows go before any search of
-# the text, and a new filter is the last. A row that passes them all is searched for personal data.
+# The first that drops a row is counted, so cheap ones come first, and long rows go before the text
+# is searched. A row that passes them all is searched for personal data.
 FILTERS = (
     FilterEntry("empty", lambda task: empty, "the user says nothing in it"),
     FilterEntry(
@@ -245,7 +229,6 @@ class RowCleaner:
     """The filters, built. The result of a block depends on the block alone."""
 
     def __init__(self, task: CleaningTask) -> None:
-        """Raises what a broken evaluation set or backend raises."""
         self._task = task
         self._personal = {
             label: PersonalData(policy, task.key)
@@ -255,35 +238,26 @@ class RowCleaner:
         self._filters = {name: one for name, one in built.items() if one is not None}
 
     def __call__(self, job: RowBlock | LateDrops) -> BlockResult | list[dict[str, Any]]:
-        """A cleaned block; or the lines of late drops."""
-        if isinstance(job, RowBlock):
-            return self.clean(job)
-        return [dropped_line(row, drop, find_all_types) for row, drop in job]
-
-    def clean(self, block: RowBlock) -> BlockResult:
-        """What becomes of each row of a block, and the digests of the rows that remain."""
+        """A cleaned block and the digests of its remaining rows; or the lines of late drops."""
+        if not isinstance(job, RowBlock):
+            return [dropped_line(row, drop, find_all_types) for row, drop in job]
         results: list[SourceRow | Drop] = []
         languages: list[str] = []
-        for row in block.rows:
+        for row in job.rows:
             result = row.drop if isinstance(row, DamagedRow) else filtered(row, self._filters)
             results.append(result)
-            # At once: `language` remembers the last texts, and the filter has just asked for this.
+            # At once: `language` remembers its last texts, and the filter has just asked for this.
             languages.append(row_language(result) if isinstance(result, SourceRow) else "")
         searched = self._searched([one for one in results if isinstance(one, SourceRow)])
-        cleaned: list[SourceRow | dict[str, Any]] = []
-        remaining: list[SourceRow] = []
-        spoken: list[str] = []
-        for row, result, found in zip(block.rows, results, languages, strict=True):
-            if isinstance(result, SourceRow):
-                result = next(searched)
-            if isinstance(result, Drop):
-                cleaned.append(dropped_line(row, result, find_all_types))
-            else:
-                cleaned.append(result)
-                remaining.append(result)
-                spoken.append(found)
-        lines, places = block_lines(cleaned)
-        counts = Counter(row.source for row in block.rows)
+        results = [next(searched) if isinstance(one, SourceRow) else one for one in results]
+        lines, places = block_lines(
+            dropped_line(row, one, find_all_types) if isinstance(one, Drop) else one
+            for row, one in zip(job.rows, results, strict=True)
+        )
+        remaining = [one for one in results if isinstance(one, SourceRow)]
+        rows = zip(results, languages, strict=True)
+        spoken = [code for one, code in rows if isinstance(one, SourceRow)]
+        counts = Counter(row.source for row in job.rows)
         labels = self._task.labels
         arrays = {
             **row_digests(remaining),
@@ -294,10 +268,9 @@ class RowCleaner:
         }
         if self._task.grams:
             arrays |= dataclasses.asdict(gram_digest(remaining))
-        return BlockResult(block.number, lines, arrays)
+        return BlockResult(job.number, lines, arrays)
 
     def _searched(self, rows: list[SourceRow]) -> Iterator[SourceRow | Drop]:
-        """What the search for personal data makes of rows, in order."""
         for label, of_source in itertools.groupby(rows, key=lambda row: row.source):
             together = list(of_source)
             first, last = together[0].where, together[-1].where
@@ -307,7 +280,7 @@ class RowCleaner:
 
 
 def filtered(row: SourceRow, filters: Mapping[str, RowFilter]) -> SourceRow | Drop:
-    """What filters, by name, make of a row, up to the first drop. Raises EyasError (a failure)."""
+    """What filters, by name, make of a row, up to the first drop."""
     result: SourceRow | Drop = row
     for name, keep in filters.items():
         if isinstance(result, Drop):
@@ -319,7 +292,7 @@ def filtered(row: SourceRow, filters: Mapping[str, RowFilter]) -> SourceRow | Dr
 
 @contextlib.contextmanager
 def without_quotes(what: str) -> Iterator[None]:
-    """Turn a failure into an EyasError with its place in the code: its message may quote a row."""
+    """Turn a failure, whose message may quote a row, into an EyasError with its place."""
     try:
         yield
     except EyasError:
@@ -328,6 +301,5 @@ def without_quotes(what: str) -> Iterator[None]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise EyasError(
             f"{what}: {type(error).__name__} at {frame.filename}:{frame.lineno}",
-            "a bug of eyas or of a library: leave the row out, and run again: what is finished is "
-            "kept",
+            "a bug of eyas or of a library: leave the row out and run again; finished work is kept",
         ) from None

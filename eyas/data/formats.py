@@ -1,8 +1,7 @@
 """From a file to its values, each with the line on which it begins: JSON lines, CSV, Parquet, plain
-text and logs. A format is one entry of FORMATS.
+text and logs. A format is one entry of FORMATS, recognised by the first bytes, else by the name.
 
-The format is recognised by the first bytes, else by the name. One value and one buffer are held. A
-value that cannot be read is Unreadable; where everything after it is lost, one BrokenStream.
+A value that cannot be read is Unreadable; where everything after it is lost, one BrokenStream.
 """
 
 from __future__ import annotations
@@ -37,27 +36,23 @@ from eyas.errors import InputError
 
 Keys = frozenset[str] | None  # names of the columns that matter; None: all
 OBJECT_LINE = re.compile(rb"^[ \t]*\{[ \t]*\"", re.M)
-PRETTY = re.compile(
-    rb'\s*[\[{]+\s*(?:\n|"\w+"\s*:)'
-)  # JSON, and no text that begins with a bracket
+JSON_HEAD = re.compile(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))')
+# JSON over several lines, and no text that begins with a bracket
+PRETTY = re.compile(rb'\s*[\[{]+\s*(?:\n|"\w+"\s*:)')
 SOLID_LINE = re.compile(rb"^[ \t\r]*[^ \t\r\n]", re.M)
 JSON_LINES, TEXT, LOG = "JSON lines", "plain text", "a log"
 DELIMITERS = ",\t;|"
 TWO_COLUMNS, NOT_UTF8 = "two columns of one name", "not UTF-8"
-# of Windows-1252, which a text of people has: letters, quotes, dashes, signs of money
+# Signs of Windows-1252 in people's texts: letters, quotes, dashes, money
 WESTERN = re.compile("[\u00c0-\u00fe\u2018-\u201e\u2013\u2014\u2026\u20ac\xa0-\xbf\u0152\u0153]+")
-MOST_FOREIGN = 0.001  # of rows: fewer are damaged, and not of another encoding
+MOST_FOREIGN = 0.001  # of rows: fewer are damage, more are another encoding
 BATCH_BYTES, MAX_BATCH = 4 << 20, 1024  # of a batch of Parquet: decompressed bytes, rows
 
-# The limit is that of a whole row: the default of the module, 128 KiB, is less than some prompts.
-csv.field_size_limit(LIMIT)
-
-
-# JSON lines, plain text and logs: a value a line.
+csv.field_size_limit(LIMIT)  # its default, 128 KiB, is less than some prompts
 
 
 def _line_values(read: Callable[[bytes], Any]) -> Callable[[io.BufferedReader, Keys], FileValues]:
-    """A reader of what `read` makes of each line; a line of white space is none."""
+    """A reader of one value a line, blank lines left out."""
 
     def values(stream: io.BufferedReader, keys: Keys) -> FileValues:
         for number, line in numbered_lines(stream):
@@ -70,9 +65,7 @@ def _line_values(read: Callable[[bytes], Any]) -> Callable[[io.BufferedReader, K
 
 
 def parsed(line: bytes) -> Any:
-    """The JSON value of a line, or Unreadable; a last line that stops within a value is where the
-    file was cut.
-    """
+    """The JSON value of a line, or Unreadable; BrokenStream for a last line that was cut."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -84,7 +77,7 @@ def parsed(line: bytes) -> Any:
 
 
 def _plain_text(line: bytes) -> str | Unreadable:
-    """The text of a line; JSON among texts is a row of another format, not a prompt."""
+    """JSON among texts is a row of another format, not a prompt."""
     if b"\0" in line:
         return Unreadable("not text")
     if OBJECT_LINE.match(line) or (
@@ -98,15 +91,13 @@ def _plain_text(line: bytes) -> str | Unreadable:
 
 
 def _log_line(line: bytes) -> Any:
-    """The object that a line of a log is, or its text."""
-    is_object = line.lstrip().startswith(b"{")
-    return parsed(line) if is_object else line.decode("utf-8", "replace").strip()
+    if line.lstrip().startswith(b"{"):
+        return parsed(line)
+    return line.decode("utf-8", "replace").strip()
 
 
 def _splitting_command(head: bytes) -> str:
-    """How to write as JSON lines what begins as one JSON value over the whole file; "" for JSON
-    lines.
-    """
+    """How to make JSON lines of a file that is one JSON value; "" for JSON lines."""
     first, line_end, _ = head.lstrip().partition(b"\n")
     if first.strip() == b"{" and line_end:
         return "jq -c . FILE > FILE.jsonl"
@@ -121,15 +112,12 @@ def _splitting_command(head: bytes) -> str:
     return "" if is_cut or is_conversation else "jq -c '.[]' FILE > FILE.jsonl"
 
 
-# CSV, by the standard library.
-
-
 def _csv_rows(stream: io.BufferedReader, keys: Keys) -> FileValues:
     """The rows below the header, as objects by column names in lower case.
 
-    A row whose fields do not fit the header is Unreadable: its values may have moved into other
-    columns. Broken quoting costs the rest of the file: where a field ends is unknown, and what an
-    assistant wrote in one column could be read as another.
+    A row whose fields do not fit the header is Unreadable: values may have moved into other
+    columns. Broken quoting costs the rest of the file: what an assistant wrote could be read as a
+    prompt.
     """
     head = stream.peek(LOOK)[:LOOK].decode("utf-8", "replace").split("\n", 1)[0]
     reader = csv.reader(_csv_lines(stream), delimiter=_delimiter(head, keys), strict=True)
@@ -138,11 +126,9 @@ def _csv_rows(stream: io.BufferedReader, keys: Keys) -> FileValues:
         first = reader.line_num + 1
         try:
             fields = next(reader, None)
-        except csv.Error:
-            yield first, BrokenStream("the quoting is broken here; the rest is lost")
-            return
-        except Unreadable as error:
-            yield first, BrokenStream(str(error))
+        except (csv.Error, Unreadable) as error:
+            lost = "the quoting is broken here; the rest is lost"
+            yield first, BrokenStream(str(error) if isinstance(error, Unreadable) else lost)
             return
         if fields is None:
             return
@@ -162,7 +148,7 @@ def _csv_lines(stream: io.BufferedReader) -> Iterator[str]:
 
 
 def _delimiter(header: str, keys: Keys) -> str:
-    """The delimiter that gives the most columns of `keys`, then the most columns."""
+    """The one that gives the most columns of `keys`, then the most columns."""
 
     def fit(delimiter: str) -> tuple[int, int]:
         names = [name.strip(' "\r').lower() for name in header.split(delimiter)]
@@ -182,17 +168,11 @@ def _csv_row(header: list[str], fields: list[str]) -> dict[str, str] | Unreadabl
     return dict(zip(header, fields, strict=True))
 
 
-# Parquet, by pyarrow.
-
-
 def _parquet_rows(file: io.RawIOBase, keys: Keys) -> FileValues:
-    """The rows by row group, only the columns in `keys`, in lower case as in CSV; a damaged group
-    is one BrokenStream.
-
-    Raises InputError (pyarrow is not installed, or the store fails).
+    """The rows by row group, with the columns in `keys`, named as in CSV; a damaged group is one
+    BrokenStream. Raises InputError (pyarrow is not installed, or the store fails).
     """
     pyarrow, parquet = arrow("", "Parquet"), arrow("parquet", "Parquet")
-    # Those of Arrow: those of the store are InputError already.
     faults = (OSError, pyarrow.ArrowException, UnicodeDecodeError)
     try:
         table = parquet.ParquetFile(
@@ -226,7 +206,7 @@ def _parquet_rows(file: io.RawIOBase, keys: Keys) -> FileValues:
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
-    """The rows of a batch; one at a time only if one of them is not UTF-8."""
+    """One at a time only if one of them is not UTF-8."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -238,24 +218,15 @@ def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
             yield row
 
 
-# The table.
-
-
-def _begins_as_json(head: bytes) -> bool:
-    return bool(re.match(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))', head)) or _is_json(head)
-
-
 def _is_json(head: bytes) -> bool:
-    """Whether most lines begin as JSON: a set of conversations whose first line is damaged must not
-    be read as lines of text, nor a text whose first line begins with a bracket as JSON.
-    """
+    """Whether most lines begin as JSON: the first one may be damaged, or text after a bracket."""
     return 2 * len(OBJECT_LINE.findall(head)) > len(SOLID_LINE.findall(head))
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to write rows in a file. begins: whether the first bytes are of this format, whatever
-    the name; is_text: `read` takes the decompressed text, otherwise the file as it is stored.
+    """A way to write rows in a file. begins: whether the first bytes show it, whatever the name;
+    is_text: `read` takes the decompressed text, otherwise the file as it is stored.
     """
 
     name: str
@@ -265,11 +236,16 @@ class Format:
     is_text: bool = True
 
 
-# In the order in which the first bytes are looked at. The last one is for all other files.
+# In the order in which the first bytes are looked at; the last one takes all other files.
 FORMATS = (
     Format("Parquet", ("parquet",), lambda head: head[:4] == b"PAR1", _parquet_rows, is_text=False),
     Format(LOG, (), lambda head: bool(LOG_LINE.search(head)), _line_values(_log_line)),
-    Format(JSON_LINES, ("json", "jsonl", "ndjson"), _begins_as_json, _line_values(parsed)),
+    Format(
+        JSON_LINES,
+        ("json", "jsonl", "ndjson"),
+        lambda head: bool(JSON_HEAD.match(head)) or _is_json(head),
+        _line_values(parsed),
+    ),
     Format("CSV", ("csv", "tsv"), lambda head: False, _csv_rows),
     Format(TEXT, ("txt", "text"), lambda head: False, _line_values(_plain_text)),
 )
@@ -278,7 +254,7 @@ ENDINGS = {ending: one for one in FORMATS for ending in one.endings}
 
 
 def ending(name: str) -> str:
-    """The format in a file's name, without compression: "jsonl" of "a.JSONL.gz"; "" if unknown."""
+    """The format in a file's name: "jsonl" of "a.JSONL.gz"; "" if unknown."""
     parts = name.lower().rsplit("/", 1)[-1].split(".")[1:]
     while parts and parts[-1] in {packed for _, packed, _, _ in PACKINGS}:
         parts.pop()
@@ -294,14 +270,11 @@ class FileLook:
 
     @property
     def is_log(self) -> bool:
-        """Whether it looks like a log of requests."""
         return self.format == LOG or looks_logged(self.columns)
 
 
 def format_of(head: bytes, name: str, is_log: bool = False) -> Format:
-    """The format of a file by its first bytes, then by its name; is_log: whatever its lines are,
-    some are requests.
-    """
+    """The format of a file by its first bytes, then by its name; is_log: its lines are of a log."""
     named = ENDINGS.get(ending(name))
     found = next((one for one in FORMATS if one.begins(head)), named or FORMATS[-1])
     if found is BY_NAME[LOG] and named is BY_NAME["CSV"]:  # a line of a log in a cell
@@ -312,11 +285,10 @@ def format_of(head: bytes, name: str, is_log: bool = False) -> Format:
 
 
 def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> FileValues:
-    """The values of a file in order. keys: no other column of Parquet is read.
+    """The values of a file in order. keys: the columns of Parquet to read.
 
-    JSON strings count only in a file that begins with one, since elsewhere they are pieces of
-    broken objects. Raises InputError (the store fails, pyarrow is needed and absent, or the file
-    is one JSON document).
+    JSON strings count only in a file that begins with one: elsewhere they are pieces of objects.
+    Raises InputError (the store fails, pyarrow is absent, or the file is one JSON document).
     """
     try:
         stream, found = _opened(file, name, is_log)
@@ -326,10 +298,8 @@ def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> File
     of_texts: bool | None = None
     count, foreign = 0, 0
     for line, value in found.read(stream, keys):
-        count, foreign = (
-            count + 1,
-            foreign + (type(value) is Unreadable and value.args == (NOT_UTF8,)),
-        )
+        count += 1
+        foreign += type(value) is Unreadable and value.args == (NOT_UTF8,)
         if found.name == JSON_LINES:
             of_texts = isinstance(value, str) if of_texts is None else of_texts
             if isinstance(value, str) and not of_texts:
@@ -343,9 +313,7 @@ def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> File
 
 
 def _is_western(file: StoreFile) -> bool:
-    """Whether every line of a file that is no UTF-8 is a text of Windows-1252, and no other line
-    has more than ASCII.
-    """
+    """Whether all lines that are not UTF-8 are of Windows-1252, and all others ASCII."""
     file.seek(0)
     for _, line in numbered_lines(decompressed(file)):
         if isinstance(line, Unreadable) or line.isascii():
@@ -362,7 +330,7 @@ def _is_western(file: StoreFile) -> bool:
 
 
 def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:
-    """What the format's reader reads. Raises BrokenStream, InputError (one JSON document)."""
+    """Raises BrokenStream, InputError (one JSON document)."""
     head = file.read(LOOK)
     file.seek(0)
     found = format_of(head, name)
@@ -381,9 +349,7 @@ def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:
 
 
 def look(file: StoreFile, name: str, num_rows: int) -> FileLook:
-    """What a file looks like: its format, and the keys that half of its first rows have. Raises as
-    `values`.
-    """
+    """The format of a file, and the keys that half of its first rows have. Raises as `values`."""
     try:
         stream, found = _opened(file, name, False)
     except BrokenStream:
@@ -391,5 +357,5 @@ def look(file: StoreFile, name: str, num_rows: int) -> FileLook:
     rows: list[Any] = [value for _, value in itertools.islice(found.read(stream, None), num_rows)]
     objects = [row for row in rows if isinstance(row, dict)]
     counts = Counter(str(key) for row in objects for key in row)
-    common = (key for key, count in counts.items() if 2 * count >= len(objects))
-    return FileLook(found.name, frozenset(common))
+    common = frozenset(key for key, count in counts.items() if 2 * count >= len(objects))
+    return FileLook(found.name, common)

@@ -1,9 +1,7 @@
-"""Sets of the Hugging Face hub by id, subset and split: read by the package `datasets`, an extra.
+"""Sets of the Hugging Face hub by id, `owner/name[@revision]`, subset and split, which the package
+`datasets` reads. A single file is read as of any store: hf://datasets/owner/name/path.
 
-    owner/name[@revision]    `subset` and `split` are its configuration and split
-
-Single files are read as those of any store: hf://datasets/owner/name[@revision]/path. HF_TOKEN
-opens gated sets, HF_ENDPOINT names another hub; without a network the cache of `datasets` is read.
+HF_TOKEN opens gated sets, HF_ENDPOINT names another hub; offline the cache of `datasets` is read.
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ TRAIN = "train"
 
 
 def hub_set(path: str) -> tuple[str, str | None] | None:
-    """The id and revision of the set that a path names; None for a file or folder, one that is here
-    included.
-    """
+    """The id and revision of the set that a path names; None for a file or folder."""
     found = SET.fullmatch(path)
     if found is None or ending(path) or Path(path).exists():
         return None
@@ -43,9 +39,8 @@ def set_commit(path: str, subset: str | None) -> str:
 def set_rows(
     path: str, subset: str | None, split: str | None, keys: frozenset[str] | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a set with their numbers, from 1; keys: the columns that matter, None for all.
+    """The rows of a set with their numbers, from 1; keys: the columns to read, None for all.
 
-    The set is prepared once in the cache of `datasets`, and one commit of it is read by a process.
     Raises MissingInputError (no such set, subset or split), InputError (no package `datasets`).
     """
     builder = _builder(path, subset)
@@ -77,7 +72,6 @@ def _datasets(path: str) -> ModuleType:
 
 @contextmanager
 def _faults(path: str) -> Iterator[None]:
-    """Turn a failure of the hub, or of `datasets`, into a MissingInputError."""
     try:
         yield
     except (_datasets(path).exceptions.DatasetsError, *faults()) as error:

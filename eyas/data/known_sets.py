@@ -1,6 +1,4 @@
-"""The registry of known sets of prompts (registry.yaml): licences and authors; and which of them a
-source is.
-"""
+"""The registry of known sets of prompts, registry.yaml, and which of them a source is."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import datetime
 import functools
 import re
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -28,9 +27,7 @@ HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[
 
 
 class KnownSet(BaseModel):
-    """An entry of the registry. source: where its facts were read; unverified: fields not read
-    there.
-    """
+    """An entry. source: where its facts were read; unverified: fields that were not."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,11 +47,9 @@ class KnownSet(BaseModel):
 
 @functools.cache
 def registry() -> dict[str, KnownSet]:
-    """The known sets by each of their names, in one spelling."""
-    entries = [
-        KnownSet.model_validate(entry)
-        for entry in yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))
-    ]
+    """The known sets by the `_set_key` of each of their names."""
+    content = yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))
+    entries = [KnownSet.model_validate(entry) for entry in content]
     return {_set_key(name): entry for entry in entries for name in (entry.id, *entry.aliases)}
 
 
@@ -64,19 +59,20 @@ def find(source: SourceConfig) -> KnownSet | None:
     named = hub_set(source.path)
     url = URL_SET.fullmatch(source.path) or HUB_PAGE.fullmatch(source.path)
     names = (named[0] if named else url and url[1], packaged, source.name)
-    return next(
-        (found for name in names if name and (found := registry().get(_set_key(name)))), None
-    )
+    return _entry(names)
+
+
+def _entry(names: Iterable[str | None]) -> KnownSet | None:
+    return next((one for name in names if name and (one := registry().get(_set_key(name)))), None)
 
 
 def named_like(source: SourceConfig) -> KnownSet | None:
     """The entry after which a file or one of its last two folders is called: its terms hold."""
     file, *folders = re.split(r"[/\\]+", public_url(source.path).rstrip("/"))[:-4:-1]
     names = (file.partition(".")[0], *(one for one in folders if len(one) > LONGEST_COMMON))
-    return next((found for name in names if (found := registry().get(_set_key(name)))), None)
+    return _entry(names)
 
 
 def _set_key(name: str) -> str:
-    """One spelling of a set's name."""
     name = unicodedata.normalize("NFKC", name).strip().casefold()
     return re.sub(r"[\s_.-]+", "-", name)

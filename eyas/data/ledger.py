@@ -1,7 +1,6 @@
-"""Rows, and where each one went: rows in = rows out + drops, per source and reason.
-
-A value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has all
-personal data masked, whatever the policy says.
+"""Rows, and where each one went: rows in = rows out + drops, per source and reason. A value found
+in a row is kept as type, place and keyed hash alone; excerpts of dropped rows have all types
+masked.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where 
 MOST_MALFORMED = 0.03  # of a source's rows: more is a warning
 EXCERPT_TURNS = 4  # turns of a dropped row that are kept for people to read
 EXCERPT = 240  # characters of each
-# Characters that are searched for what begins inside an excerpt: a private key has 3,000, and a
-# name is easier to find when it occurs again later.
+# Characters searched for what begins inside an excerpt: a private key has 3,000, and a name is
+# easier to find when it occurs again later.
 LOOK = 8000
-# Reasons that lie in what is no text, such as a key without its heading: no search knows what it
-# is, so nothing of such a row is quoted.
+# Of these rows nothing is quoted: no search knows a key without its heading.
 NOT_QUOTED = ("quality.non_text", "quality.encoding", "pii.private_key")
 
 PLACEHOLDER = re.compile(r"\b(?:NAME|EMAIL|PHONE|LOCATION|ORG|PERSON)_\d+\b|\[(?:NAME|REDACTED)\]")
@@ -35,9 +33,9 @@ FindPersonalData = Callable[[str], Iterable[Finding]]
 class SourceRow:
     """The user's side of one conversation.
 
-    where: name and line of its file. masked: what filters replaced in it. names: where names were
-    searched for, once that was done. compared: the turns by which it is compared with others, with
-    types in place of what was replaced: invented values would hide what two rows share.
+    where: name and line of its file; masked: what filters replaced in it; names: where names were
+    searched for. compared: the turns as they are compared with other rows, with types in place of
+    what was replaced, since invented values would hide what two rows share.
     """
 
     source: str
@@ -52,23 +50,23 @@ class SourceRow:
 
     @property
     def text_compared(self) -> str:
-        """The text by which it is compared."""
         return "\n".join(self.compared or self.turns)
 
     @property
     def characters(self) -> int:
-        """Characters of the user's turns."""
         return sum(map(len, self.turns))
 
     @property
     def all_characters(self) -> int:
-        """Characters of the turns and of the system prompt."""
+        """Of the turns and of the system prompt."""
         return self.characters + len(self.system or "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drop:
-    """Why a row is dropped. reason: what is counted; note: for the reader, quotes nothing."""
+    """Why a row is dropped. reason: what is counted; note: for people, quotes nothing
+    of the row.
+    """
 
     reason: str
     note: str = ""
@@ -95,13 +93,9 @@ def length_class(characters: int) -> int:
     return bisect.bisect_right(LENGTHS, characters) - 1
 
 
-# Lines of dropped rows.
-
-
 def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData) -> dict[str, Any]:
-    """The line of a dropped row: place, id, reason, what was found, and its redacted beginning,
-    unless it is no text.
-    find: must find every type of personal data, whatever the policy.
+    """The line of a dropped row: place, id, reason, what was found, and its redacted beginning.
+    find: must find every type, whatever the policy.
     """
     line: dict[str, Any] = {
         "source": row.source,
@@ -132,18 +126,15 @@ def excerpt(text: str, find: FindPersonalData) -> str:
     return "".join([*parts, text[at:end], "..." if end < len(text) else ""])
 
 
-# Counts.
-
-
 @dataclasses.dataclass
 class SourceCounts:
     """The counts of one source.
 
-    masked: values replaced in rows out, by type; rows_masked: rows out with such a value.
-    placeholders: rows out whose publisher wrote NAME_1 and the like in place of names.
-    found_in_dropped: values in rows that were dropped for them. lengths_in, lengths_out: readable
-    rows by class of LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by
-    language, searcher and reason of a `NameSearch`; a row of several languages counts for each.
+    rows_masked: rows out with a replaced value; masked: these values, by type. placeholders: rows
+    out in which the publisher wrote NAME_1 and the like. found_in_dropped: values in rows dropped
+    for them. lengths_in, lengths_out: readable rows by class of LENGTHS. names_rows,
+    names_characters: of rows out, by language, searcher and reason of a `NameSearch`; a row of
+    several languages counts for each.
     """
 
     rows_in: int = 0
@@ -162,10 +153,10 @@ class SourceCounts:
     def facts(self) -> dict[str, Any]:
         """The counts that go into the manifest."""
         names = "rows_in rows_out dropped rows_masked placeholders masked found_in_dropped"
-        found = {name: getattr(self, name) for name in names.split()}
+        found = ((name, getattr(self, name)) for name in names.split())
         return {
-            name: dict(sorted(count.items())) if isinstance(count, Counter) else count
-            for name, count in found.items()
+            name: dict(sorted(one.items())) if isinstance(one, Counter) else one
+            for name, one in found
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -204,11 +195,11 @@ class Ledger:
         self._sources = defaultdict[str, SourceCounts](SourceCounts)
 
     def came_in(self, source: str, count: int = 1) -> None:
-        """Count rows read, readable or not: `check` compares them with the other counts."""
+        """Count rows read, readable or not."""
         self._sources[source].rows_in += count
 
     def went_out(self, row: SourceRow, language: str = "") -> None:
-        """Count a kept row: what was masked in it, its length, its language if known."""
+        """Count a kept row."""
         counts = self._sources[row.source]
         counts.rows_out += 1
         counts.rows_masked += bool(row.masked)
@@ -242,7 +233,7 @@ class Ledger:
         return total
 
     def warnings(self) -> list[str]:
-        """A line for each source of which a part was lost, or more than MOST_MALFORMED of the rows
+        """A line for each source that lost a part, or of which more than MOST_MALFORMED of the rows
         could not be read.
         """
         lines = []
@@ -262,14 +253,12 @@ class Ledger:
 
     def placeholders(self) -> list[str]:
         """A line for each source with prompts whose publisher replaced names."""
-        return [
-            f"{name}: {counts.placeholders:,} prompts hold placeholders such as NAME_1"
-            for name, counts in self._sources.items()
-            if counts.placeholders
-        ]
+        counts = ((name, one.placeholders) for name, one in self._sources.items())
+        says = "prompts hold placeholders such as NAME_1"
+        return [f"{name}: {count:,} {says}" for name, count in counts if count]
 
     def check(self) -> None:
-        """Assert that in every source no row is lost and none is invented."""
+        """Assert that in no source a row is lost or invented."""
         for name, counts in self._sources.items():
             gone = counts.dropped.total()
             assert counts.rows_in == counts.rows_out + gone, (
@@ -278,7 +267,7 @@ class Ledger:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ledger.json: the total, each source, versions, policies, verdicts."""
+        """The content of ledger.json."""
         self.check()
         sources = {name: counts.to_json() for name, counts in self._sources.items()}
         return {
@@ -290,18 +279,15 @@ class Ledger:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest and those of all later stages hold: no larger for more rows."""
+        """What this manifest and those of later stages hold: no larger for more rows."""
         self.check()
         sources = {name: counts.facts() for name, counts in self._sources.items()}
         return {**self.total.facts(), "sources": sources, **self._about}
 
 
-# For people.
-
-
 def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[str]:
     """Dropped rows whose reason begins with `reason` ("pii", "pii.phone"; "" for all), as printable
-    text, with a count at the end. Holds one row at a time.
+    text, one at a time, with a count at the end.
     """
     wanted = reason.strip().lower()
     shown, others = Counter[str](), Counter[str]()
@@ -311,13 +297,9 @@ def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[st
             yield from map(printable, _described(line))
         else:
             others[line["reason"]] += 1
-    if shown:
-        yield printable(f"{shown.total()} rows: {_pairs(shown)}")
-    else:
-        yield printable(
-            f"no dropped row has a reason that begins with {reason!r}; there are: "
-            f"{_pairs(others) or 'none'}"
-        )
+    last = f"{shown.total()} rows: {_pairs(shown)}"
+    none = f"no dropped row has a reason that begins with {reason!r}; there are: "
+    yield printable(last if shown else none + (_pairs(others) or "none"))
 
 
 def _described(line: Mapping[str, Any]) -> Iterator[str]:

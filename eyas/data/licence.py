@@ -2,14 +2,12 @@
 
 It is a list of what is allowed: a licence or an author that the policy does not name refuses a
 source. The registry of known sets fills in what a run file does not state; a statement that differs
-from it is a trait, on which the policy decides. Answers are dropped when a source is read, so a
-verdict only notes their authors.
+is a trait, on which the policy decides. Answers are dropped, so their authors are only noted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +33,7 @@ COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceTrait:
-    """A trait of a source: the field and value that have it, its meaning, what to state instead."""
+    """A trait of a source. field, value: what has it; remedy: what to state instead."""
 
     field: TermField
     trait: str
@@ -46,7 +44,7 @@ class SourceTrait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objection:
-    """A rule that fires. remedy: what to state instead; reason: why it was overruled, "" if not."""
+    """A rule that fires. remedy: what to state instead; reason: why it was overruled, or ""."""
 
     rule: str
     field: str
@@ -92,16 +90,14 @@ def gate(
     policy: LicencePolicy,
     looks: Sequence[Collection[FileLook]] | None = None,
 ) -> list[Verdict]:
-    """A verdict on each source, in order. looks: of each source's files, once they are known."""
-    return [
-        judge(source, policy, look)
-        for source, look in zip(sources, looks or itertools.repeat(None, len(sources)), strict=True)
-    ]
+    """A verdict on each source. looks: at each source's files, once they are known."""
+    given: Sequence[Collection[FileLook] | None] = looks or [None] * len(sources)
+    return [judge(source, policy, look) for source, look in zip(sources, given, strict=True)]
 
 
 def require(verdicts: Sequence[Verdict]) -> None:
     """Raise one InputError that lists every refused source, with each rule, its field, and what to
-    state instead or to overrule it.
+    state instead.
     """
     refused = [verdict for verdict in verdicts if not verdict.allowed]
     if refused:
@@ -117,21 +113,27 @@ def require(verdicts: Sequence[Verdict]) -> None:
 def judge(
     source: SourceConfig, policy: LicencePolicy, look: Collection[FileLook] | None = None
 ) -> Verdict:
-    """The verdict on one source. look: of its files, None while they are not known."""
+    """The verdict on one source. look: at its files, None while they are not known."""
     known = find(source)
     alike = known or named_like(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
     traits = [
-        *_licence_traits(source, holds["licence"], policy),
-        *(
-            SourceTrait("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
-            for trait in (alike.terms if alike else ())
-        ),
+        *_licence_traits(holds["licence"], policy),
         *_author_traits("prompts_by", holds["prompts_by"], policy),
         *_author_traits("answers_by", holds["answers_by"], policy),
-        *(_contradictions(source, alike, policy) if alike else ()),
-        *(() if known else _consent(source, look or ())),
     ]
+    if alike:
+        for one in alike.terms:
+            meaning = policy.traits.get(one, "asked by its publisher")
+            traits.append(SourceTrait("terms", one, one, meaning))
+        traits += _contradictions(source, alike, policy)
+    if not known and any(one.is_log for one in look or ()) and not (source.log or source.shape):
+        remedy = (
+            "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "
+            "them may be used>}; shape: openai, if it is a published set"
+        )
+        meaning = "its files look like a log of requests"
+        traits.append(SourceTrait("terms", NO_CONSENT, "not stated", meaning, remedy))
     objections = [
         Objection(rule.name, one.field, one.value, f"{one.meaning}; {rule.because}", one.remedy)
         for rule in policy.rules
@@ -163,35 +165,24 @@ def judge(
     )
 
 
-# From a source to its traits.
-
-
-def _licence_traits(
-    source: SourceConfig, text: str | None, policy: LicencePolicy
-) -> list[SourceTrait]:
+def _licence_traits(text: str | None, policy: LicencePolicy) -> Iterator[SourceTrait]:
     remedy = "licence: <SPDX id>"
     if not text or text.upper() == NO_LICENCE:
-        return [SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
-    traits = list[SourceTrait]()
+        yield SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)
+        return
     for id in licence_ids(text):
-        entry = policy.licence(id)
-        if entry is None:
+        if (entry := policy.licence(id)) is None:
             problem = "the policy has no entry for it; of several, state the one that you take"
-            traits.append(SourceTrait("licence", UNKNOWN, id, problem, remedy))
-            continue
-        traits += (
-            SourceTrait("licence", one, id, policy.traits.get(one, "the policy refuses it"))
-            for one in entry.traits
-        )
-    return traits
+            yield SourceTrait("licence", UNKNOWN, id, problem, remedy)
+        for one in entry.traits if entry else ():
+            yield SourceTrait("licence", one, id, policy.traits.get(one, "the policy refuses it"))
 
 
 def _author_traits(
     field: TermField, text: str | None, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    names = _authors(text)
+    names, remedy = _authors(text), f"{field}: human, or {field}: <the model's name>"
     if not names:
-        remedy = f"{field}: human, or {field}: <the model's name>"
         yield SourceTrait(field, UNKNOWN, "not given", "no author is named", remedy)
     for name in names:
         entry = policy.author(name)
@@ -207,35 +198,20 @@ def _author_traits(
 def _contradictions(
     source: SourceConfig, known: KnownSet, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    """Fields in which the run file differs from the registry, and its unverified facts."""
+    """Where the run file differs from the registry, and the registry's unverified facts."""
     for field in COMPARED:
         stated, recorded = getattr(source, field), getattr(known, field)
         if stated and recorded and _differ(field, stated, recorded, policy):
             meaning = f"the registry has {recorded} for {known.id}, {known.url}"
-            yield SourceTrait(
-                field, CONTRADICTED, stated, meaning, f"no {field}, so that the registry's counts"
-            )
+            remedy = f"no {field}, so that the registry's counts"
+            yield SourceTrait(field, CONTRADICTED, stated, meaning, remedy)
         elif recorded and not stated and field in known.unverified:
-            yield SourceTrait(
-                field, UNVERIFIED, recorded, f"believed, not verified: look at {known.url}"
-            )
-
-
-def _consent(source: SourceConfig, look: Collection[FileLook]) -> Iterator[SourceTrait]:
-    """A log of requests that is given as a set of prompts."""
-    if any(one.is_log for one in look) and not (source.log or source.shape):
-        yield SourceTrait(
-            "terms",
-            NO_CONSENT,
-            "not stated",
-            "its files look like a log of requests",
-            "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "
-            "them may be used>}; shape: openai, if it is a published set",
-        )
+            meaning = f"believed, not verified: look at {known.url}"
+            yield SourceTrait(field, UNVERIFIED, recorded, meaning)
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
-    """Whether the licence differs, or authors with other terms are left out."""
+    """Whether the licence is another one, or authors with other terms are left out."""
     if field == "licence":
         one, other = ({*map(str.casefold, licence_ids(text))} for text in (stated, recorded))
         return one != other
@@ -247,13 +223,10 @@ def _families(text: str, policy: LicencePolicy) -> set[str]:
     return {entry.family if entry else author_key(name) for name, entry in entries.items()}
 
 
-# From traits to a verdict.
-
-
 def _duties(
     traits: Sequence[SourceTrait], policy: LicencePolicy, known: KnownSet | None
 ) -> dict[str, str]:
-    """Traits that no rule refuses, which go with the prompts; answers are dropped."""
+    """The traits that no rule refuses, but for those of answers."""
     duties: dict[str, str] = {}
     for one in traits:
         if one.field != "answers_by" and not policy.refuses(one.field, one.trait):
@@ -279,8 +252,7 @@ def _notes(
         return
     taken = [field for field in COMPARED if not getattr(source, field) and getattr(known, field)]
     if taken:
-        listed = ", ".join(taken)
-        yield f"{listed} from the registry ({known.source}; checked {known.checked})"
+        yield f"{', '.join(taken)} from the registry ({known.source}; checked {known.checked})"
     if known.note:
         yield known.note
 
@@ -291,10 +263,8 @@ def _mistakes(
     for rule in reasons:
         if rule not in fired:
             known = ", ".join(one.name for one in policy.rules)
-            yield (
-                f"overrule {rule}: no such rule fires for this source; remove the overrule "
-                f"(rules: {known})"
-            )
+            remedy = f"remove the overrule (rules: {known})"
+            yield f"overrule {rule}: no such rule fires for this source; {remedy}"
         elif rule not in valid:
             yield f"overrule {rule}: no reason is given; say why this use is allowed"
 
@@ -312,11 +282,8 @@ def _complaint(verdict: Verdict) -> Iterator[str]:
     yield from (f"    {mistake}" for mistake in verdict.mistakes)
 
 
-# Spellings.
-
-
 def licence_ids(text: str) -> list[str]:
-    """The ids of a set whose parts have licences of their own, "A AND B"; all count."""
+    """The ids in "A AND B"; each holds for a part of the set."""
     return [one.strip() for one in re.split(r"\s+AND\s+", text.strip(), flags=re.I)]
 
 

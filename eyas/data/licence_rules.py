@@ -1,8 +1,8 @@
-"""The licence policy: rules, as YAML data, that say which licences, terms and authors are refused.
+"""The licence policy: YAML rules that say which licences, terms and authors are refused.
 
 A licence or a model has traits (`non-commercial`, `attribution`); a rule refuses traits in fields
 of a source, and a trait that no rule refuses is a duty that goes with the prompts. A user's file
-adds to the shipped licence_rules.yaml, replaces rules of the same name and removes rules.
+adds to licence_rules.yaml, replaces rules of the same name and removes rules.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from eyas.errors import ConfigError, MissingInputError
 SHIPPED = Path(__file__).with_name("licence_rules.yaml")
 TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 
-# Traits that the gate finds: a value is missing or in no table; differs from the registry of known
-# sets; or stands there unverified.
+# Traits that the gate finds: a value is missing or in no table; differs from the registry; stands
+# there unverified.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
 NO_CONSENT = "no-consent"  # logs of requests without a stated basis
 FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, NO_CONSENT})
@@ -38,7 +38,7 @@ class _PolicyModel(BaseModel):
 
 
 class PolicyRule(_PolicyModel):
-    """Refuses a source with one of these traits in one of these fields."""
+    """Refuses sources with one of the traits in one of the fields."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
     fields: tuple[TermField, ...] = Field(min_length=1)
@@ -47,16 +47,14 @@ class PolicyRule(_PolicyModel):
 
 
 class LicenceEntry(_PolicyModel):
-    """Licences with the same traits. ids: SPDX ids; `*` stands for any ending."""
+    """Licences with the same traits. ids: SPDX; `*` stands for any ending."""
 
     ids: tuple[str, ...] = Field(min_length=1)
     traits: tuple[str, ...] = ()
 
 
 class AuthorEntry(_PolicyModel):
-    """Authors under the same terms. names: in lower case, without the owner; `*` stands for any
-    ending.
-    """
+    """Authors under the same terms. names: an `author_key`; `*` stands for any ending."""
 
     family: str
     names: tuple[str, ...] = Field(min_length=1)
@@ -66,8 +64,8 @@ class AuthorEntry(_PolicyModel):
 
 
 class LicencePolicy(_PolicyModel):
-    """A policy as read from a file, or as it applies after `read_policy`. In each table the first
-    entry that fits counts.
+    """A policy as it is in a file, or as `read_policy` returns it. In each table the first entry
+    that fits counts.
     """
 
     name: str = Field(min_length=1)
@@ -82,9 +80,8 @@ class LicencePolicy(_PolicyModel):
     @functools.cached_property
     def identity(self) -> str:
         """16 hex digits of the hash of its content."""
-        return hashlib.sha256(
-            json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()
-        ).hexdigest()[:16]
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def title(self) -> str:
@@ -93,13 +90,11 @@ class LicencePolicy(_PolicyModel):
     def licence(self, id: str) -> LicenceEntry | None:
         """The entry of an SPDX id; `GPL-2.0+` is also found under `GPL-2.0`."""
         ids = (id.casefold(), id.casefold().removesuffix("+"))
-        return next(
-            (entry for entry in self.licences for one in ids if _fits(one, entry.ids)), None
-        )
+        return next((one for one in self.licences for id in ids if _fits(id, one.ids)), None)
 
     def author(self, name: str) -> AuthorEntry | None:
-        """The entry of an author: `human`, `program`, or a model in any usual spelling."""
-        return next((entry for entry in self.authors if _fits(author_key(name), entry.names)), None)
+        """The entry of `human`, `program`, or a model in any usual spelling."""
+        return next((one for one in self.authors if _fits(author_key(name), one.names)), None)
 
     def refuses(self, field: str, trait: str) -> bool:
         return any(field in rule.fields and trait in rule.refuse for rule in self.rules)
@@ -113,14 +108,13 @@ def author_key(author: str) -> str:
 @functools.cache
 def shipped() -> LicencePolicy:
     """The policy of the package."""
-    return _checked(
-        _parsed(SHIPPED.read_text(encoding="utf-8"), "the shipped policy"), "the shipped policy"
-    )
+    where = "the shipped policy"
+    return _checked(_parsed(SHIPPED.read_text(encoding="utf-8"), where), where)
 
 
 def read_policy(path: str | None) -> LicencePolicy:
-    """A user's policy on top of the shipped one, unless it extends nothing; without a path the
-    shipped one. Raises MissingInputError, ConfigError (a wrong field, an unknown trait or rule).
+    """The policy at a path, on top of the shipped one unless it extends nothing; None: the shipped
+    one. Raises MissingInputError, ConfigError (a wrong field, an unknown trait or rule).
     """
     if path is None:
         return shipped()
@@ -153,9 +147,6 @@ def _parsed(text: str, where: str) -> LicencePolicy:
 
 
 def _over(base: LicencePolicy, own: LicencePolicy, where: str) -> LicencePolicy:
-    """`own` on top of `base`: removed entries are gone, rules of the same name are replaced, own
-    entries come first.
-    """
     _all_known(own.remove_rules, {rule.name for rule in base.rules}, "rule", where)
     gone = {*own.remove_rules, *(rule.name for rule in own.rules)}
     return own.model_copy(
@@ -169,7 +160,6 @@ def _over(base: LicencePolicy, own: LicencePolicy, where: str) -> LicencePolicy:
 
 
 def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
-    """The policy, if its rules have different names and known traits. Raises ConfigError."""
     names = Counter(rule.name for rule in policy.rules)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -182,8 +172,8 @@ def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
             "write at least one rule",
         )
     used = [trait for rule in policy.rules for trait in rule.refuse]
-    used += [trait for entry in policy.licences for trait in entry.traits]
-    used += [trait for entry in policy.authors for trait in entry.traits]
+    entries: list[LicenceEntry | AuthorEntry] = [*policy.licences, *policy.authors]
+    used += [trait for entry in entries for trait in entry.traits]
     _all_known(used, {*policy.traits, *FOUND_BY_GATE}, "trait", where)
     return policy
 

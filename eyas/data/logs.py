@@ -1,5 +1,5 @@
 """Requests out of the logs of servers, by consent and by a stable sample. A kind of log is one
-entry of LOGS; what a request says is read by `shapes`.
+entry of LOGS; `shapes` reads what a request says.
 
     OpenAI body     {"model": ..., "messages": [...], "metadata": {...}, "user": ...}; of the
                     Responses API {"input": ..., "instructions": ...}
@@ -10,8 +10,8 @@ entry of LOGS; what a request says is read by `shapes`.
                     "headers": {...}}   (utils/request_logger.py: --log-requests
                     --log-requests-level 3 --log-requests-format json)
 
-Of what no consent covers only the place is kept. SGLang's
---dump-requests-folder holds pickles, which run code when they are loaded: they are not read.
+Of what no consent covers only the place is kept. The pickles of SGLang's --dump-requests-folder,
+which run code when they are loaded, are not read.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ YES = frozenset({"true", "yes", "1", "granted"})
 
 
 class LogConfig(BaseModel):
-    """What allows to train on logged requests, and which of them are taken.
+    """What allows training on logged requests, and which of them are taken.
 
-    Fields of a record are named by their path, as `metadata.training` or `headers.x-training`; the
-    field must say yes (true, yes, 1, granted), or hold VALUE where `PATH=VALUE` is given.
+    A field of a record is named by its path, as `metadata.training` or `headers.x-training`, and
+    must say yes (true, yes, 1, granted), or hold VALUE where `PATH=VALUE` is given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,7 +67,7 @@ class LogConfig(BaseModel):
         return self
 
 
-LOG_REASONS = {  # of requests that can be read and are not taken, with their meaning
+LOG_REASONS = {  # of readable requests that are not taken, with their meaning
     "consent": "a logged request that no consent covers",
     "sample": "a logged request outside the sample",
     "user limit": "a logged request of a user of whom enough were taken",
@@ -76,7 +76,7 @@ LOG_REASONS = {  # of requests that can be read and are not taken, with their me
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request of a log: its body, id and user, and the record in which settings find consent."""
+    """A request of a log. record: where consent is looked for."""
 
     body: dict[str, Any]
     record: dict[str, Any]
@@ -85,24 +85,19 @@ class LoggedRequest:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What `shapes` reads: the messages, or the text of a completion; a system prompt."""
-        kept: dict[str, Any] = {  # of a table every record has all keys
-            key: self.body[key]
-            for key in ("messages", "prompt", "system", "tools", "functions")
-            if self.body.get(key) is not None
-        }
+        """What `shapes` reads."""
+        keys = ("messages", "prompt", "system", "tools", "functions")
+        kept = {key: self.body[key] for key in keys if self.body.get(key) is not None}
         return {**kept, "id": self.id} if self.id else kept
 
 
-# The kinds of logs.
-
-
-def _openai(record: dict[str, Any]) -> LoggedRequest:
-    return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
+def _openai(record: dict[str, Any], body: dict[str, Any] | None = None) -> LoggedRequest:
+    named = _text(record, "id", "request_id"), _text(record, "user")
+    return LoggedRequest(record if body is None else body, record, *named)
 
 
 def _responses(record: dict[str, Any]) -> LoggedRequest:
-    """A body of OpenAI's Responses API: a text, or items, of which messages have roles."""
+    """OpenAI's Responses API: a text, or items, of which messages have roles."""
     given = record["input"]
     if isinstance(given, list):  # one without a role is a tool's call or answer
         given = [
@@ -113,11 +108,11 @@ def _responses(record: dict[str, Any]) -> LoggedRequest:
         ]
     body = {"messages" if isinstance(given, list) else "prompt": given}
     body |= {"system": record.get("instructions"), "tools": record.get("tools")}
-    return LoggedRequest(body, record, _text(record, "id", "request_id"), _text(record, "user"))
+    return _openai(record, body)
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
-    """A trace or a generation: its input is a body, messages or a text; in a table as JSON."""
+    """A trace or a generation, whose input is a body, messages or a text."""
     if record.get("type", "GENERATION") != "GENERATION":
         return None
     given = _value(record["input"]) or record["input"]
@@ -125,8 +120,8 @@ def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
         given = {"messages": given}
     elif not isinstance(given, dict):
         given = {"prompt": given}
-    user = _text(record, "userId", "userid", "user_id")
-    return LoggedRequest(given, record, _text(record, "id"), user)
+    named = _text(record, "id"), _text(record, "userId", "userid", "user_id")
+    return LoggedRequest(given, record, *named)
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
@@ -141,7 +136,7 @@ def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
 
 
 def _is_cut(value: Any) -> bool:
-    """Whether a text was shortened as SGLang does: half of 2,048 characters, "...", and half."""
+    """Whether SGLang shortened a text: half of 2,048 characters, "...", and half."""
     if isinstance(value, str):
         return len(value) == SGLANG_CUT + 3 and value[SGLANG_CUT // 2 :].startswith("...")
     values = value.values() if isinstance(value, dict) else value
@@ -152,9 +147,9 @@ def _is_cut(value: Any) -> bool:
 class LogKind:
     """How one server logs requests.
 
-    prefix: of any line of its log; line: of a request's line, with the JSON in group `json` and, if
-    it stands there, the id in group `id`; keys: of a record by itself, in lower case; cut: what to
-    do about a line that is no JSON; read: the request of a record, None for any other record.
+    keys: of a record, in lower case; read: its request, or None; prefix: of any line of its log;
+    line: of a request's line, with groups `json` and, if it is there, `id`; cut: what to do about a
+    line that is no JSON.
     """
 
     name: str
@@ -165,8 +160,8 @@ class LogKind:
     cut: str = ""
 
 
-# The patterns of lines are anchored at the first bracket: what a user wrote stands behind it and
-# cannot pass for a record. A record is of the first kind whose keys it has.
+# Patterns are anchored at the first bracket: what a user wrote stands behind it and cannot pass for
+# a record. A record is of the first kind whose keys it has.
 LOGS = (
     LogKind(
         "SGLang",
@@ -193,13 +188,13 @@ LOG_LINE = re.compile("|".join(f"^{kind.prefix}" for kind in LOGS if kind.prefix
 
 
 def looks_logged(columns: Collection[str]) -> bool:
-    """Whether rows with these keys are of a log: no published set of prompts has them together."""
+    """Whether rows have the keys of a log, which no published set of prompts has together."""
     lower = {name.lower() for name in columns}
     return any(len(kind.keys) > 1 and kind.keys <= lower for kind in LOGS)
 
 
 def logged_request(value: Any) -> LoggedRequest | None:
-    """The request in a value of a log; None for a line about anything else (a start, an answer).
+    """The request in a value of a log; None for a line about anything else.
 
     Raises Unreadable for a request that was cut, or whose text was not logged.
     """
@@ -217,7 +212,6 @@ def logged_request(value: Any) -> LoggedRequest | None:
 
 
 def _of_line(line: str) -> dict[str, Any] | None:
-    """The record in a line of a server's log."""
     for kind in LOGS:
         if kind.line and (found := kind.line.match(line)):
             try:
@@ -231,11 +225,8 @@ def _of_line(line: str) -> dict[str, Any] | None:
     return None
 
 
-# Which requests are taken.
-
-
 class RequestSampler:
-    """Which requests of one source are taken, in order. Holds a count by hash of each user."""
+    """Which requests of one source are taken, in order."""
 
     def __init__(self, config: LogConfig) -> None:
         self._config = config
@@ -259,16 +250,15 @@ class RequestSampler:
 
 
 def says(record: Any, field: str) -> bool:
-    """Whether the field PATH of a record says yes, or PATH=VALUE holds the value; in a list, one of
-    its items does. Names that hold dots are found too.
+    """Whether the field PATH of a record says yes, or PATH=VALUE holds the value; or an item of it,
+    if it is a list. Names that hold dots are found too.
     """
     path, _, value = field.partition("=")
     accepted = {value.casefold()} if value else YES
     found = _at(record, path)
-    items = found if isinstance(found, list) else [found]
     return any(
         isinstance(item, str | int | bool) and str(item).strip().casefold() in accepted
-        for item in items
+        for item in (found if isinstance(found, list) else [found])
     )
 
 
@@ -284,7 +274,7 @@ def _at(record: Any, path: str) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """A value of a table, which may hold objects and lists as JSON texts or as maps (pairs)."""
+    """A value of a table, which may hold objects as JSON or as maps (pairs)."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
             return json.loads(value)
@@ -295,6 +285,6 @@ def _value(value: Any) -> Any:
 
 
 def _text(record: Any, *paths: str) -> str | None:
-    """The first of the fields that holds something: ids and users may be numbers."""
+    """The first field that holds something: ids and users may be numbers."""
     found = (_at(record, path) for path in paths)
     return next((str(one) for one in found if one), None)

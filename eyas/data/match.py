@@ -1,11 +1,8 @@
-"""Prompts that resemble the traffic: importance resampling over hashed n-grams, and a report of
-before and after. Of the traffic only sums over all of its prompts are kept.
+"""Prompts that resemble the traffic: importance resampling over hashed n-grams (Xie et al., arXiv
+2302.03169), and a report. Of the traffic only sums over all of its prompts are kept.
 
-After Xie et al., Data Selection for Language Models via Importance Resampling (arXiv 2302.03169),
-with two changes that docs/decisions/prompts.md measures: the weight of a row is the mean
-over its n-grams, not the sum, and what a selection has too much or too little of is corrected in
-further rounds.
-
+Two changes, measured in docs/decisions/prompts.md: a row's weight is the mean over its n-grams, not
+the sum, and further rounds correct what a selection has too much or too little of.
 Letters: R rows, G n-grams of several rows end to end, B buckets, L classes of length.
 """
 
@@ -28,10 +25,9 @@ from eyas.data.ledger import LENGTHS, SourceRow
 from eyas.errors import EmptyInputError
 from eyas.language import tokens
 
-VERSION = 2  # of what selects: hashes, weights, rounds and noise
+VERSION = 2  # of hashes, weights, rounds and noise
 NUM_BUCKETS = 10_000
-# Times the mean log-ratio of a row's n-grams, each round, against noise of deviation 1.3.
-STRENGTH = 2.0
+STRENGTH = 2.0  # times the mean log-ratio of a row's n-grams, against noise of deviation 1.3
 # At twice the strength three would do, and some traffic would swing from one extreme to the other.
 ROUNDS = 5
 
@@ -56,7 +52,7 @@ class MatchConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class GramBlock:
-    """The digest of some rows: the buckets of their n-grams, the n-grams and characters of each."""
+    """The buckets of the n-grams of rows, and how many n-grams and characters each row has."""
 
     grams: NDArray[np.uint16]  # [G]
     counts: NDArray[np.int32]  # [R]
@@ -64,9 +60,7 @@ class GramBlock:
 
 
 def buckets(*texts: str) -> CountArray:
-    """The buckets of the texts' words and pairs of words, in [0, B): int64 [n]. The same on every
-    machine.
-    """
+    """The buckets of the texts' words and pairs of words, in [0, B): int64 [n]."""
     found = [np.zeros(0, np.uint64)]
     for text in texts:
         words = tokens(text.casefold())
@@ -76,7 +70,7 @@ def buckets(*texts: str) -> CountArray:
 
 
 def gram_digest(rows: Iterable[SourceRow]) -> GramBlock:
-    """The digest of rows. The user's turns count, the system prompt does not."""
+    """The digest of the rows' turns."""
     turns = [row.turns for row in rows]
     grams = [buckets(*texts) for texts in turns]
     return GramBlock(
@@ -95,34 +89,30 @@ def _word_hash(word: str) -> int:
 
 
 def log_ratio(traffic: NDArray[Any], pool: NDArray[Any]) -> WeightArray:
-    """How much more likely an n-gram is in the traffic than in the pool, smoothed: float64 [B]."""
-    ratio: WeightArray = np.log(smoothed(traffic)) - np.log(smoothed(pool))
-    return ratio
+    """The log-ratio of each n-gram's smoothed shares of traffic and pool: float64 [B]."""
+    return np.asarray(np.log(smoothed(traffic)) - np.log(smoothed(pool)))
 
 
 def log_weights(block: GramBlock, ratio: WeightArray) -> WeightArray:
     """STRENGTH times the mean `log_ratio` of each row's n-grams, 0 without any: float64 [R]."""
-    # Each row is summed by itself: differences of a running sum would depend on earlier rows.
+    # Row by row: differences of a running sum would depend on earlier rows.
     rows = np.repeat(np.arange(len(block.counts)), block.counts)
     sums = np.bincount(rows, weights=ratio[block.grams], minlength=len(block.counts))
-    weights: WeightArray = STRENGTH * sums / np.maximum(block.counts, 1)
-    return weights
+    return np.asarray(STRENGTH * sums / np.maximum(block.counts, 1))
 
 
 def smoothed(counts: NDArray[Any]) -> WeightArray:
-    """A distribution over the buckets in which none is impossible (Laplace): float64 [B], sum 1."""
+    """The shares of the buckets, smoothed after Laplace: float64 [B]."""
     one_each = counts.astype(np.float64) + 1
-    shares: WeightArray = one_each / one_each.sum()
-    return shares
+    return np.asarray(one_each / one_each.sum())
 
 
 def sample(weights: WeightArray, keys: HashArray, num: int, seed: int) -> RowMask:
     """Draw `num` rows without replacement in proportion to their weights: bool [R]. A log-weight of
     -inf is never drawn.
 
-    The `num` largest of log-weight plus Gumbel noise (Kool et al. 2019, arXiv 1903.06059). The
-    noise of a row follows from the seed and its key alone, so the draw depends on no order, and a
-    larger draw contains the smaller.
+    The `num` largest of log-weight plus Gumbel noise (Kool et al. 2019, arXiv 1903.06059), which
+    follows from the seed and the row's key alone: a larger draw contains the smaller.
     """
     possible = np.flatnonzero(weights > -np.inf)
     scores = weights[possible] + gumbel(keys[possible], seed)
@@ -136,16 +126,14 @@ def gumbel(keys: HashArray, seed: int) -> WeightArray:
     offset = scrambled(np.array([seed % 2**64], np.uint64) + GOLDEN)
     # in (0, 1)
     uniform = ((scrambled(keys ^ offset) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
-    noise: WeightArray = -np.log(-np.log(uniform))
-    return noise
+    return np.asarray(-np.log(-np.log(uniform)))
 
 
 def select_like(pool: GramBlock, alive: RowMask, traffic: CountArray, pick: PickRows) -> RowMask:
     """The rows of the pool that resemble the traffic: bool [R].
 
     alive: [R], the rows to choose from; traffic: counts [B]; pick: draws rows by log-weights [R].
-    Each round adds to the weights what the traffic has more of than the rows picked last; the
-    nearest round counts.
+    Each round adds to the weights what the last rows picked lack; the nearest round counts.
     """
     weights = np.where(alive, 0.0, -np.inf)
     counts = gram_counts(pool, alive)
@@ -196,9 +184,8 @@ def traffic_halves(rows: Iterable[SourceRow]) -> tuple[Profile, Profile]:
     halves = (Profile(), Profile())
     for row in rows:
         block = gram_digest([row])
-        key = np.array(
-            [zlib.crc32("\n".join(row.turns).encode("utf-8", "surrogatepass"))], np.uint64
-        )
+        said = "\n".join(row.turns).encode("utf-8", "surrogatepass")
+        key = np.array([zlib.crc32(said)], np.uint64)
         halves[int(scrambled(key)[0] & np.uint64(1))].add(block)
     if not all(half.num_rows for half in halves):
         count = sum(half.num_rows for half in halves)
@@ -213,8 +200,8 @@ def match_report(
     before: Profile, after: Profile, fitted: Profile, held_out: Profile
 ) -> dict[str, Any]:
     """How near the pool and the selection are to the held-out half of the traffic, as plain JSON:
-    Jensen-Shannon divergences of words (`js`) and of lengths (`length_js`), in nats. The floor is
-    that between the two halves; a selection larger than a half may come nearer.
+    Jensen-Shannon divergences of words (`js`) and lengths (`length_js`), in nats. The floor is that
+    between the halves; a selection larger than a half may come nearer.
     """
     compared = {"before": before, "after": after, "floor": fitted}
     names = {"before": before, "after": after, "traffic": held_out}
@@ -248,9 +235,7 @@ def _side_by_side(counters: Mapping[str, Counter[str]]) -> dict[str, dict[str, i
 
 
 def jensen_shannon(one: CountArray, other: CountArray) -> float:
-    """Jensen-Shannon divergence of two counts, in nats: 0 for the same distribution, log 2 for
-    nothing in common or one empty side.
-    """
+    """Jensen-Shannon divergence of two counts, in nats, from 0 to log 2 (one side is empty)."""
     if not one.sum() or not other.sum():
         return 0.0 if one.sum() == other.sum() else math.log(2)
     p, q = one / one.sum(), other / other.sum()

@@ -8,9 +8,9 @@
     match.json            how near the prompts are to the traffic, if `match` is set
     work/                 finished blocks and the selection, until everything is written
 
-Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters,
-in any number of processes; what depends on other rows is decided on digests; what is taken is
-written.
+Three steps, of which a killed run repeats none that it finished: blocks of rows go through the
+filters, in any number of processes; what depends on other rows is decided on digests; what is taken
+is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
 from eyas.data.card import CardContents, write_card
@@ -58,13 +58,11 @@ ROWS_PER_PART = 10_000  # of prompts, of dropped and of changed rows
 CHANGED = "changed"
 STEMS = ("prompts", "dropped", CHANGED)
 SELECTION, VERSIONS, REPORT = f"{WORK}/selection.npz", f"{WORK}/versions.json", f"{WORK}/match.json"
-LIBRARIES = ("numpy", "py3langid")  # that results depend on, besides those of the detector
+LIBRARIES = ("numpy", "py3langid")  # besides those of the detector
 
 
 class PromptsConfig(BaseModel):
-    """What to read and what to keep. `executor` and `workers` change where the work runs, not its
-    result.
-    """
+    """What to read and what to keep. `executor` and `workers` do not change the result."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -111,30 +109,23 @@ class PromptsConfig(BaseModel):
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
 
     @model_validator(mode="after")
-    def _names_differ(self) -> PromptsConfig:
+    def _is_whole(self) -> PromptsConfig:
         for sources in (self.sources, self.evaluation):
             counts = Counter(source.label for source in sources)
-            twice = [name for name, count in counts.items() if count > 1]
+            twice = next((name for name, count in counts.items() if count > 1), None)
             if twice:
                 raise ConfigError(
-                    f"two sources are called {twice[0]!r}", "give each a `name` of its own"
+                    f"two sources are called {twice!r}", "give each a `name` of its own"
                 )
+        in_languages(self.languages or ())
         return self
-
-    @field_validator("languages")
-    @classmethod
-    def _are_known(cls, languages: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        in_languages(languages or ())
-        return languages
 
     @property
     def labels(self) -> list[str]:
         return [source.label for source in self.sources]
 
     def settings(self, key: bytes) -> dict[str, Any]:
-        """What the result depends on besides the sources, with contents in place of paths. Raises
-        what reading those files raises.
-        """
+        """What the result depends on besides the sources, with contents in place of paths."""
         places = {"sources", "policy", "evaluation", "executor", "workers", "damaged", "record"}
         settings = self.model_dump(mode="json", exclude=places)
         if self.match:
@@ -157,7 +148,6 @@ class PromptsConfig(BaseModel):
 
     @property
     def policies(self) -> dict[str, PrivacyConfig]:
-        """What is done about personal data in each source."""
         return {source.label: source.privacy(self.personal) for source in self.sources}
 
     def task(self, key: bytes) -> CleaningTask:
@@ -174,8 +164,8 @@ class PromptsConfig(BaseModel):
 
 
 def traffic_source(config: MatchConfig) -> SourceConfig:
-    """The sample of production prompts, or of a server's log. No licence and no consent is asked:
-    it is counted, and none of it is kept.
+    """The sample of production prompts, or of a server's log. It is counted and not kept, so no
+    licence and no consent is asked.
     """
     source = SourceConfig(path=config.traffic, name="traffic")
     if any(look.is_log for look in looks(source)):
@@ -183,15 +173,12 @@ def traffic_source(config: MatchConfig) -> SourceConfig:
     return source
 
 
-# The flow.
-
-
 def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) -> Manifest:
     """Read the sources, clean them, and write the artifact `prompts`; resumes an unfinished one.
 
     Raises InputError (sources that the policy refuses, by what is stated before a file is opened,
-    then by what their rows look like); MissingInputError, CorruptError, InputError (a source, an
-    evaluation set, a policy, the traffic); EmptyInputError (no rows, or no prompt left).
+    then by what their rows look like); MissingInputError, CorruptError, InputError (a file);
+    EmptyInputError (no rows, or no prompt left).
     """
     policy = read_policy(config.policy)
     require(gate(config.sources, policy))
@@ -223,10 +210,9 @@ def _make(
     inputs: Mapping[str, Manifest],
     track: Track,
 ) -> Manifest:
-    """The work itself, in a folder that is held: the three steps, the card, the done marker."""
     key, made_with = privacy_key(), versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != made_with:
-        # Begun by another version of eyas or of a library: its blocks may differ.
+        # begun by another version of eyas or of a library
         for name in (*itertools.chain.from_iterable(map(output.parts, STEMS)), "match.json"):
             output.delete(name)
         output.delete_work()
@@ -286,18 +272,17 @@ def _refuse_damage(config: PromptsConfig, output: Artifact, warnings: Sequence[s
 
 
 def versions() -> dict[str, Any]:
-    """Of eyas, of its parts that count theirs, and of the libraries that results depend on."""
+    """Of eyas, its parts and the libraries that results depend on."""
     libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {"eyas": VERSION, "match": MATCH_VERSION, **libraries, **detector.versions()}
-
-
-# Step 1: blocks of rows through the filters.
 
 
 def cleaned_blocks(
     config: PromptsConfig, store: BlockStore, executor: Executor, track: Track
 ) -> Generator[int]:
-    """The number of finished blocks, each time one is added, those of an earlier run first."""
+    """Step 1: the number of finished blocks, each time one is added; those of an
+    earlier run first.
+    """
     number = 0
     while store.has(number):
         number += 1
@@ -313,15 +298,12 @@ def cleaned_blocks(
             yield number
 
 
-# Step 2: what depends on other rows.
-
-
 def select_rows(config: PromptsConfig, output: Artifact, executor: Executor, track: Track) -> None:
-    """Clean blocks, decide which rows are taken, and write the selection; with `match` also its
-    report.
+    """Step 2: decide which rows of the cleaned blocks are taken, and write the selection and, with
+    `match`, its report.
 
-    All rows are read; with a limit and nothing drawn, as many blocks as give so many prompts. How
-    far is read follows from the rows alone, not from how many blocks were in flight.
+    All rows are read; with a limit and nothing drawn, as many blocks as give so many prompts. That
+    follows from the rows alone, not from how many blocks were in flight.
     """
     store, traffic, halves = BlockStore(output), None, None
     if config.match:
@@ -346,7 +328,7 @@ def select_rows(config: PromptsConfig, output: Artifact, executor: Executor, tra
                     taken = select(RemainingRows(store, num_blocks), rules).num_taken
                     if taken == rules.limit:
                         break
-                    # Some of the different rows are near-duplicates: read as many more.
+                    # some are near-duplicates: read as many more
                     enough = len(keys) + rules.limit - taken
     rows = RemainingRows(store, num_blocks)
     selection = select(rows, rules)
@@ -357,9 +339,6 @@ def select_rows(config: PromptsConfig, output: Artifact, executor: Executor, tra
     output.write(SELECTION, selection.to_bytes())
 
 
-# Step 3: prompts, dropped rows, ledger and card.
-
-
 def write(
     config: PromptsConfig,
     output: Artifact,
@@ -367,8 +346,8 @@ def write(
     licences: Mapping[str, str],
     executor: Executor,
 ) -> None:
-    """Write the rows that were taken, the lines of those that were changed and of those that were
-    dropped, and count them. licences: of each source, stated or known.
+    """Step 3: write the rows that were taken and the lines of those that were changed or dropped,
+    and count them. licences: of each source, stated or known.
     """
     store = BlockStore(output)
     selection = Selection.from_bytes(output.read(SELECTION))
@@ -387,9 +366,8 @@ def write(
                     number, language = next(numbers), next(languages)
                     if selection.taken[number]:
                         ledger.went_out(one, language)
-                        id, licence = selection.id(number, one), licences[one.source]
-                        prompt = Prompt(id, one.source, licence, one.turns, one.system)
-                        prompts.add(prompt.to_json())
+                        id, said = selection.id(number, one), (one.turns, one.system)
+                        prompts.add(Prompt(id, one.source, licences[one.source], *said).to_json())
                         if one.masked:
                             found = [dataclasses.asdict(finding) for finding in one.masked]
                             place = {"id": id, "source": one.source, "where": one.where}
@@ -405,10 +383,8 @@ def write(
 def late_drops(rows: RemainingRows, selection: Selection, block: int) -> LateDrops:
     """The rows of a block that passed the filters and are not taken."""
     remaining = (one for one in rows.store.lines(block) if isinstance(one, SourceRow))
-    drops = (
-        (row, selection.drop(number, rows))
-        for number, row in enumerate(remaining, start=rows.first(block))
-    )
+    numbered = enumerate(remaining, start=rows.first(block))
+    drops = ((row, selection.drop(number, rows)) for number, row in numbered)
     return tuple((row, drop) for row, drop in drops if drop is not None)
 
 
@@ -419,7 +395,7 @@ def card_contents(
     made_by: str,
     report: Mapping[str, Any] | None,
 ) -> CardContents:
-    """What the card shows of a run. made_by: its identity; report: of `match`."""
+    """What the card shows of the run of identity `made_by`. report: of `match`."""
     policies = config.policies
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return CardContents(
@@ -428,16 +404,7 @@ def card_contents(
         evaluation=[source.label for source in config.evaluation],
         identity=made_by,
         record={"date": today, **config.record},
-        sources=[
-            {
-                "name": name,
-                "url": made.url,
-                "sha256": made.identity,
-                "files": len(made.files),
-                "bytes": sum(file.bytes for file in made.files.values()),
-            }
-            for name, made in inputs.items()
-        ],
+        sources=inputs,
         searched={name: policy.types for name, policy in policies.items()},
         dropping=sorted(
             {one for by in policies.values() for one in by.types if by.action(one) == "drop"}

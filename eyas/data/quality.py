@@ -1,7 +1,5 @@
-"""What makes a text unusable: too short, broken encoding, no text, or repetition.
-
-The limits are wide: ordinary prompts, code, tables of numbers and pasted logs pass. Of 75,805 real
-prompts none is dropped (docs/decisions/prompts.md).
+"""What makes a text unusable: too short, broken encoding, no text, or repetition. Ordinary prompts,
+code, tables and logs pass: of 75,805 real prompts none is dropped (docs/decisions/prompts.md).
 """
 
 from __future__ import annotations
@@ -31,14 +29,12 @@ SUSPICIOUS_COMPRESSION = 4
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 # The replacement character, controls other than white space and escape, and UTF-8 read as Latin-1
-# or Windows-1252: the letter that a lead byte becomes, before as many signs as it has continuation
-# bytes.
+# or Windows-1252: a lead byte's letter before as many signs as it has continuation bytes.
 LOST = "\ufffd\ufffe\uffff\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f"
 SIGN = f"[\x80-\xbf{bytes(range(0x80, 0xC0)).decode('cp1252', 'ignore')}]"
 DAMAGED = re.compile(rf"[\xc2-\xdf]{SIGN}|[\xe0-\xef]{SIGN}{{2}}|[\xf0-\xf4]{SIGN}{{3}}|[{LOST}]")
 MAYBE_DAMAGED = re.compile(rf"[\xc2-\xf4{LOST}]")
-# Lines of base64 have 64 or 76 characters; a drawn line and a strand of DNA have fewer different
-# ones.
+# Lines of base64 have 64 or 76 characters; a drawn line and DNA have fewer different ones.
 ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
 SAME = re.compile(r"(.)\1{19,}", re.S)
 
@@ -101,10 +97,8 @@ QUALITY_CHECKS: dict[str, Callable[[str], str | None]] = {
 
 
 def _solid(text: str) -> int:
-    """The number of characters that are not white space, at least 1."""
     return max(1, len("".join(text.split())))
 
 
 def _share(pattern: re.Pattern[str], text: str) -> float:
-    """The share of a text's characters, white space aside, that a pattern matches."""
     return sum(_solid(match[0]) for match in pattern.finditer(text)) / _solid(text)

@@ -1,5 +1,5 @@
-"""Measured recall of the search for personal data, by type, and the values that a run is expected
-to have missed. `python benchmarks/privacy.py --write` makes recall.json from labelled texts.
+"""The measured recall of the search for personal data, and how many values a run is expected to
+have missed. `python benchmarks/privacy.py --write` makes recall.json from labelled texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def wilson(num: int, of: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """found of `of` labelled values; share with Wilson's 95 % interval."""
+    """`found` of `of` labelled values."""
 
     found: int
     of: int
@@ -42,8 +42,8 @@ class Recall:
         return wilson(self.found, self.of)
 
     def remaining(self, found: int) -> tuple[float, float, float]:
-        """Values that a search which found so many is expected to have missed, found * (1 - recall)
-        / recall, and the least and the most by the interval. Infinite for a recall of 0.
+        """How many values a search that found `found` is expected to have missed, found * (1 -
+        recall) / recall, with the bounds by the interval. Infinite for a recall of 0.
         """
         low, high = self.interval
         if not found:
@@ -58,21 +58,21 @@ class Recall:
 @functools.cache
 def measured() -> Mapping[str, Any]:
     """recall.json: "types" (counts by type in `languages`), "scripts" (the same by language), and
-    what they were measured on and with.
+    what was measured.
     """
     table: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
     return table
 
 
 def recall_of(type: str) -> Recall | None:
-    """The measured recall of a type of personal data; None if it was not measured."""
+    """The measured recall of a type of personal data, or None."""
     counts = measured()["types"].get(type)
     return Recall(counts["found"], counts["of"]) if counts else None
 
 
 def recall_in(language: str) -> Mapping[str, Recall]:
-    """The measured recall of each type in a language of `eyas.language`; empty: not measured there.
-    In languages of other scripts than Latin, of values with a form, touching their letters.
+    """The measured recall by type in a language of `eyas.language`, if any. In scripts other than
+    Latin: of values with a form that touch the script's letters.
     """
     table = measured()
     types = table["types"] if language in table["languages"] else {}

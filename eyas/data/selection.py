@@ -1,15 +1,12 @@
 """Blocks of rows on disk, and the selection: which of the remaining rows are taken, and their ids.
-
-Rows are read in blocks of a fixed size; a finished block is on disk whole or not at all. What
-depends on other rows (duplicates, limits, match, ids) is decided on digests of all remaining rows.
+What depends on other rows (duplicates, limits, match, ids) is decided on digests of them all.
 
     work/block-00000.npz     arrays over the remaining rows, in order: what decisions are made from
     work/block-00000.jsonl   a line per row in: {"row": ...} as the filters changed it, or
-                             {"drop": ...}, its redacted line; written last, so that a block is
-                             finished when this file exists
+                             {"drop": ...}, its redacted line; written last: the block is finished
 
-Letters: R remaining rows, in the order of the sources; a row is known by its number among them.
-B bands of a signature, S beginnings of conversations.
+Letters: R remaining rows, known by their number in the order of the sources. B bands of a
+signature, S beginnings of conversations.
 """
 
 from __future__ import annotations
@@ -46,10 +43,9 @@ from eyas.data.match import CountArray, GramBlock, Profile, RowMask, sample, sel
 from eyas.privacy.findings import Finding, NameSearch
 
 BLOCK_ROWS = 500
-# A block ends early at so many: 500 rows of megabytes each would fill the memory.
-BLOCK_CHARACTERS = 4_000_000
+BLOCK_CHARACTERS = 4_000_000  # a block ends early at so many, for the memory
 
-# Why a row is not taken, with the beginning of its note; the index is stored, "": taken.
+# Why a row is not taken ("": it is), with the beginning of its note; the index is stored.
 NOTES = {
     "": "",
     "duplicate.exact": "the same as",
@@ -72,9 +68,6 @@ HASH_ID = re.compile(rf"[0-9a-f]{{{ID_DIGITS}}}")
 BlockArrays = dict[str, NDArray[Any]]
 
 
-# Blocks.
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBlock:
     """Consecutive rows, across the end of a source."""
@@ -85,9 +78,7 @@ class RowBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockResult:
-    """A cleaned block. lines: JSON lines, one per row in; arrays: over the remaining rows, by
-    name.
-    """
+    """A cleaned block. lines: JSON, one per row in; arrays: by name, over the remaining rows."""
 
     number: int
     lines: bytes
@@ -108,7 +99,7 @@ def cut(rows: Iterable[SourceRow | DamagedRow]) -> Iterator[RowBlock]:
 
 
 def block_lines(rows: Iterable[SourceRow | dict[str, Any]]) -> tuple[bytes, NDArray[np.uint32]]:
-    """The lines of rows that remain and of dropped ones (their `dropped_line`), and the bytes
+    """The lines of remaining rows and of dropped ones, given as `dropped_line`, and the bytes
     [start, end) of each that remains: [rows, 2].
     """
     lines: list[bytes] = []
@@ -141,7 +132,7 @@ def row_digests(rows: Sequence[SourceRow]) -> BlockArrays:
 
 
 def id_hash(id: str) -> int:
-    """64 bits for an id, never NO_ID: its own digits, if it looks like the start of a text hash."""
+    """64 bits for an id, never NO_ID; its own digits, if it looks like a text hash."""
     if HASH_ID.fullmatch(id):
         return int(id, 16) or 1
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "big") or 1
@@ -154,7 +145,6 @@ class BlockStore:
         self._artifact = artifact
 
     def has(self, number: int) -> bool:
-        """Whether a block is finished."""
         return self._artifact.exists(_file(number, "jsonl"))
 
     def write(self, result: BlockResult) -> None:
@@ -171,7 +161,7 @@ class BlockStore:
             return {name: arrays[name] for name in names or arrays.files}
 
     def lines(self, number: int) -> Iterator[SourceRow | dict[str, Any]]:
-        """A finished block row by row: the row if it remains, else its line as a dropped row."""
+        """A finished block: each row that remains, the lines of the others."""
         for line in self._artifact.read(_file(number, "jsonl")).splitlines():
             value = json.loads(line)
             yield _row(value["row"]) if "row" in value else value["drop"]
@@ -187,18 +177,15 @@ def _file(number: int, kind: str) -> str:
 
 
 def _row(value: dict[str, Any]) -> SourceRow:
-    parts = {
-        "masked": (Finding(**finding) for finding in value["masked"]),
-        "names": (NameSearch(**part) for part in value["names"]),
-        "turns": value["turns"],
-        "compared": value["compared"],
-    }
-    return SourceRow(**{**value, **{name: tuple(part) for name, part in parts.items()}})
+    parts = {name: tuple(value[name]) for name in ("turns", "compared")}
+    parts["masked"] = tuple(Finding(**one) for one in value["masked"])
+    parts["names"] = tuple(NameSearch(**one) for one in value["names"])
+    return SourceRow(**{**value, **parts})
 
 
 class RemainingRows:
-    """The rows that remain in the first `count` blocks: each by number, and their digests together
-    (some 300 bytes a row, and with `match` two for each n-gram).
+    """The rows that remain in the first `count` blocks by number, and their digests: 300 bytes a
+    row, and with `match` two for each n-gram.
     """
 
     def __init__(self, store: BlockStore, count: int) -> None:
@@ -208,28 +195,22 @@ class RemainingRows:
         self._ends = np.cumsum([len(one["id"]) for one in blocks])
         for number, one in enumerate(blocks):
             one["begun_by"] += self.first(number)
-        self.arrays = (
-            {name: np.concatenate([one[name] for one in blocks]) for name in blocks[0]}
-            if blocks
-            else {}
-        )
+        names = blocks[0] if blocks else ()
+        self.arrays = {name: np.concatenate([one[name] for one in blocks]) for name in names}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.num_blocks else 0
 
     def first(self, block: int) -> int:
-        """The number of a block's first row."""
         return int(self._ends[block - 1]) if block else 0
 
     def row(self, number: int) -> SourceRow:
-        """A row by its number, read from its block."""
         block = int(np.searchsorted(self._ends, number, side="right"))
         start, end = self.arrays["place"][number]
         return self.store.row(block, int(start), int(end))
 
     @property
     def grams(self) -> GramBlock:
-        """The digest for the match with traffic."""
         return GramBlock(*(self.arrays[name] for name in ("grams", "counts", "characters")))
 
     def profile(self, labels: Sequence[str], keep: RowMask) -> Profile:
@@ -242,17 +223,13 @@ class RemainingRows:
         return made
 
 
-# The decisions.
-
-
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """The decision on each row.
 
-    reason: [R], index in REASONS. same_as: [R], the earlier row that it repeats, or the
-    one that goes on from it, or NONE. keeps_id: [R], whether it keeps the id of its source;
-    otherwise its id is the beginning of its text hash, or, where that is taken, its name in
-    `names`.
+    reason: [R], index in REASONS; same_as: [R], the earlier row that it repeats, or the one that
+    goes on from it, or NONE; keeps_id: [R], whether it keeps the id of its source. Otherwise its id
+    is the beginning of its text hash or, where that is taken, its name in `names`.
     """
 
     num_blocks: int
@@ -264,38 +241,25 @@ class Selection:
     def to_bytes(self) -> bytes:
         """For the disk."""
         stream = io.BytesIO()
-        np.savez(
-            stream,
-            num_blocks=self.num_blocks,
-            reason=self.reason,
-            same_as=self.same_as,
-            keeps_id=self.keeps_id,
-            named=np.array(list(self.names), dtype=np.int64),
-            names=np.array(list(self.names.values()), dtype=np.str_),
-        )
+        parts = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        parts["names"] = json.dumps([*self.names.items()])
+        np.savez(stream, allow_pickle=False, **parts)
         return stream.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Selection:
         """The reverse of to_bytes."""
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            names = dict(zip(arrays["named"].tolist(), arrays["names"].tolist(), strict=True))
-            return cls(
-                int(arrays["num_blocks"]),
-                arrays["reason"],
-                arrays["same_as"],
-                arrays["keeps_id"],
-                names,
-            )
+            same_as, keeps_id = arrays["same_as"], arrays["keeps_id"]
+            names = dict(json.loads(str(arrays["names"])))
+            return cls(int(arrays["num_blocks"]), arrays["reason"], same_as, keeps_id, names)
 
     @functools.cached_property
     def taken(self) -> RowMask:
-        """Which rows are taken: [R]."""
         return np.equal(self.reason, TAKEN)
 
     @property
     def unrepeated(self) -> RowMask:
-        """Which rows are no duplicates: [R]."""
         return ~np.isin(self.reason, (EXACT, NEAR, BEGINNING))
 
     @property
@@ -303,14 +267,13 @@ class Selection:
         return int(self.taken.sum())
 
     def drop(self, number: int, rows: RemainingRows) -> Drop | None:
-        """Why a row is dropped, or None if it is taken."""
-        reason = REASONS[self.reason[number]]
-        if not reason:
+        if not (reason := REASONS[self.reason[number]]):
             return None
-        if self.same_as[number] == NONE:
-            return Drop(reason, note=NOTES[reason])
-        other = rows.row(int(self.same_as[number]))
-        return Drop(reason, note=f"{NOTES[reason]} {other.where} of {other.source}")
+        note = NOTES[reason]
+        if self.same_as[number] != NONE:
+            other = rows.row(int(self.same_as[number]))
+            note = f"{note} {other.where} of {other.source}"
+        return Drop(reason, note)
 
     def id(self, number: int, row: SourceRow) -> str:
         """The id of a row that is taken."""
@@ -322,9 +285,8 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionRules:
-    """What to take. near: a Jaccard; limits: by source, in the order of the config, None for all of
-    its rows; traffic: counts by bucket, take `num_prompts` rows whose n-grams are distributed so;
-    limit: of all rows.
+    """What to take. near: a Jaccard; limits: by source, None for all of its rows; traffic: counts
+    by bucket, of which `num_prompts` rows have the distribution; limit: of all rows.
     """
 
     near: float | None
@@ -336,7 +298,7 @@ class SelectionRules:
 
     @property
     def draws(self) -> bool:
-        """Whether rows are drawn from all, not taken from the first."""
+        """Whether rows are drawn, not taken from the first."""
         return self.traffic is not None or any(limit is not None for limit in self.limits)
 
 
@@ -375,8 +337,8 @@ def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
 def unique_names(
     ids: HashArray, text_keys: HashArray, taken: RowMask
 ) -> tuple[RowMask, dict[int, str]]:
-    """Which taken rows keep their id, [R]: the first of each id; and names for those whose text
-    hash begins like another name.
+    """Which taken rows keep their id, [R]: the first of each; names for those whose text hash
+    begins like another name.
     """
     keeps = np.zeros(len(ids), np.bool_)
     with_id = np.flatnonzero(taken & (ids != NO_ID))

@@ -2,7 +2,7 @@
 assistant said leaves this file. A shape is one entry of SHAPES, recognised by its keys.
 
 A row that does not say who speaks is Unreadable. Of a table of messages, as Open Assistant
-publishes it, only those that begin a conversation are rows; a tree of messages is no shape.
+publishes it, only those that begin a conversation are rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ from eyas.data.streams import Unreadable, is_encodable
 UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 
 SYSTEM_KEYS = ("system", "system_prompt")
-ID_KEYS = (
-    "id",
-    "conversation_id",
-    "question_id",
-    "prompt_id",
-    "conversation_hash",
-    "message_tree_id",
-)
+ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id")
+ID_KEYS += ("conversation_hash", "message_tree_id")
 TOOL_KEYS = ("tools", "functions")
-WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash: it is withheld
+WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
@@ -37,12 +31,11 @@ TOOL_ROLES = frozenset(
     {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# A text that holds both sides: a reserved token, or a line of the assistant after the user's.
+# A text of both sides has a reserved token, or a line of the assistant after one of the user.
 RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]")
 BY_USER = re.compile(r"^[#*> \t]*(?:human|user|prompter|instruction)[* \t]*:", re.I | re.M)
 BY_ASSISTANT = re.compile(r"^[#*> \t]*(?:assistant|bot|response|chatgpt|gpt)[* \t]*:", re.I | re.M)
-# An id is kept only if it looks like one: e-mail addresses as ids are replaced.
-PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")
+PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")  # no e-mail address
 
 
 def is_transcript(text: str) -> bool:
@@ -53,7 +46,7 @@ def is_transcript(text: str) -> bool:
     return by_user is not None and BY_ASSISTANT.search(text, by_user.end()) is not None
 
 
-# Readers of shapes: of a row, and the shape's keys. They raise Unreadable.
+# Readers of a row, given the shape's keys. They raise Unreadable.
 
 
 def _conversation(value: Any, keys: tuple[str, ...]) -> UserSide:
@@ -72,22 +65,19 @@ def _conversation(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _is_list_as_text(value: Any) -> TypeGuard[str]:
-    """Whether a table's cell holds a list as JSON."""
     return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _messages(items: list[Any], key: str) -> UserSide:
-    """The user and system turns of a list of messages. What the user says in several messages
-    before an answer is one turn: half a question is none. Raises Unreadable for tools.
+    """What the user says in several messages before an answer is one turn: half a
+    question is none.
     """
-    turns: list[str] = []
-    goes_on = False
-    systems: list[str] = []
+    turns, systems, goes_on = list[str](), list[str](), False
     for item in items:
         if not isinstance(item, dict):
-            if all(isinstance(other, str) for other in items):
-                raise Unreadable(f"{key} is a list of texts, which does not say who speaks")
-            raise Unreadable("a message is not an object")
+            is_text = all(isinstance(other, str) for other in items)
+            problem = f"{key} is a list of texts, which does not say who speaks"
+            raise Unreadable(problem if is_text else "a message is not an object")
         role = _role(item)
         if role in TOOL_ROLES or item.get("tool_calls") or item.get("function_call"):
             raise Unreadable("it calls tools", "tools")
@@ -111,7 +101,7 @@ def _turns(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """Messages by id, with their parents': those that lead to the one shown last."""
+    """Messages by id with their parents': those that lead to the one shown last."""
     nodes, at, path = value.get(keys[0]), value.get("current_node"), list[Any]()
     while isinstance(nodes, dict) and isinstance(node := nodes.get(at), dict):
         path.append(node.get("message"))
@@ -161,13 +151,10 @@ def _string(value: Any, keys: tuple[str, ...]) -> UserSide:
     return (_one_side(value, "the text"),), None
 
 
-# The table.
-
-
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How rows are written. keys: that hold what the user says; read: gets the row and them;
-    has_list: one of them holds a list, otherwise the first holds a text; meaning: for people.
+    """How rows are written. keys: what holds the user's side; has_list: one of them holds a list,
+    otherwise the first holds a text; meaning: for people.
     """
 
     name: str
@@ -177,7 +164,6 @@ class RowShape:
     meaning: str
 
     def fits(self, value: dict[str, Any]) -> bool:
-        """Whether a row has this shape."""
         if not self.has_list:
             return any(value.get(key) is not None for key in self.keys[:1])
         held = [value.get(key) for key in self.keys]
@@ -265,7 +251,7 @@ def _first(value: dict[str, Any], *keys: str) -> Any:
 
 
 def _is_given(tools: Any) -> bool:
-    """Whether there are tools; a table's cell may hold an empty list as text."""
+    """A table's cell may hold an empty list as text."""
     return bool(tools) and tools not in ("[]", "null", "{}")
 
 
@@ -285,13 +271,14 @@ def _check_user(value: dict[str, Any]) -> None:
         raise Unreadable("the row is a single message, and not the user's")
     if value.get("parent_id") not in (None, ""):
         raise Unreadable("the row is a single message, without what came before it")
-    flags = []
-    for name in ("deleted", "synthetic"):
-        flag = value.get(name)  # of a CSV file a text
-        if flag.strip().lower() in ("true", "1") if isinstance(flag, str) else flag:
-            flags.append(name)
+    flags = [name for name in ("deleted", "synthetic") if _is_yes(value.get(name))]
     if flags:
         raise Unreadable(f"its publisher flags it as {' and '.join(flags)}", "flagged")
+
+
+def _is_yes(flag: Any) -> bool:
+    """In a CSV file it is a text."""
+    return flag.strip().lower() in ("true", "1") if isinstance(flag, str) else bool(flag)
 
 
 def _one_side(text: str, key: str) -> str:

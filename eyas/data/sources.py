@@ -1,4 +1,4 @@
-"""Sources: sets of conversations or prompts, by path, glob, folder, fsspec URL or Hugging Face id,
+"""Sources: sets of conversations or prompts by path, glob, folder, fsspec URL or Hugging Face id,
 read row by row. A row that cannot be read is reported by its place, never quoted.
 """
 
@@ -23,13 +23,14 @@ from eyas.data.formats import ENDINGS, FORMATS, FileLook, ending, look, values
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
 from eyas.data.logs import LOG_REASONS, LogConfig, RequestSampler, logged_request
 from eyas.data.shapes import BY_NAME, KEYS, KNOWN_SHAPES, row_id, user_side
-from eyas.data.streams import FileValues, StoreFile, Unreadable, public_url
+from eyas.data.streams import StoreFile, Unreadable, public_url
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.hub import HUB_ID
 from eyas.privacy.pii import PrivacyConfig
 
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")
+HIDDEN = re.compile(r"(?:^|/)[._]")
 BLOCK = 1 << 20  # bytes
 LOOKED_FILES, LOOKED_ROWS = 64, 8  # that are asked for their format and columns
 URL_SET = re.compile(rf"hf://datasets/({HUB_ID.pattern})(?:[@/].*)?")
@@ -110,10 +111,9 @@ class SourceConfig(BaseModel):
     def label(self) -> str:
         if self.name:
             return self.name
-        if found := hub_sets.hub_set(self.path):
-            return found[0]
-        if named := URL_SET.fullmatch(self.path):
-            return named[1]
+        found, named = hub_sets.hub_set(self.path), URL_SET.fullmatch(self.path)
+        if label := (found and found[0]) or (named and named[1]):
+            return label
         scheme, _, path = public_url(self.path).rpartition("::")[2].rpartition("://")
         solid = [part for part in path.split("/") if part and not GLOB_SIGNS & set(part)]
         if not solid:
@@ -124,7 +124,7 @@ class SourceConfig(BaseModel):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source. name: its path below the common folder of all files of the source."""
+    """One file of a source. name: its path below the common folder of the source's files."""
 
     name: str
     path: str
@@ -138,9 +138,7 @@ class SourceFile:
 
 
 def describe(source: SourceConfig) -> Manifest:
-    """A source as the input of an artifact: its contents, and what is stated about it. Raises as
-    `source_files`.
-    """
+    """A source as the input of an artifact. Raises as `source_files`."""
     stated = source.model_dump(mode="json", include=STATED)
     if source.log:
         stated["log"] = source.log.model_dump(mode="json", exclude_defaults=True)
@@ -165,25 +163,24 @@ def describe(source: SourceConfig) -> Manifest:
 
 
 def content_identity(checksums: list[str]) -> str:
-    """The SHA-256 of a single file; of several, in order, the SHA-256 of theirs."""
+    """The SHA-256 of a single file; of several the SHA-256 of theirs, in order."""
     if len(checksums) == 1:
         return checksums[0]
     return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
 
 
 def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
-    """The rows of a source in order, one at a time. A row that cannot be read, or the rest of a
-    file that breaks (a cut gzip, broken quotes), is a DamagedRow.
+    """The rows of a source in order, one at a time. A row that cannot be read is a DamagedRow, and
+    so is the rest of a broken file.
 
-    Raises MissingInputError (no such file), EmptyInputError (no row in it), CorruptError (no
-    readable row), InputError (the store fails, or a package is missing).
+    Raises MissingInputError (no such file), EmptyInputError (no row), CorruptError (no readable
+    row), InputError (the store fails, or a package is missing).
     """
     count, readable, first = 0, False, ""
     for row in _rows(source):
         count += 1
-        readable = (
-            readable or isinstance(row, SourceRow) or row.drop.reason in {*LOG_REASONS, "tools"}
-        )
+        known = isinstance(row, SourceRow) or row.drop.reason in {*LOG_REASONS, "tools"}
+        readable = readable or known
         if isinstance(row, DamagedRow):
             first = first or f"{row.where}: {row.drop.note}"
         yield row
@@ -222,7 +219,7 @@ def _rows(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
 
 
 def _values(source: SourceConfig) -> Iterator[tuple[str, int, Any]]:
-    """The values of a source, each with the file, or split of a hub set, and line where it is."""
+    """The values of a source, each with its file (of a hub set its split) and line."""
     keys = None if source.log else KEYS  # any column of a log may hold consent
     if hub_sets.hub_set(source.path):
         split = source.split or hub_sets.TRAIN
@@ -231,13 +228,12 @@ def _values(source: SourceConfig) -> Iterator[tuple[str, int, Any]]:
         return
     for place in source_files(source):
         with _opened(place) as stored:
-            rows: FileValues = values(stored, place.name, keys, is_log=source.log is not None)
-            for line, value in rows:
+            for line, value in values(stored, place.name, keys, source.log is not None):
                 yield place.name, line, value
 
 
 def looks(source: SourceConfig) -> set[FileLook]:
-    """What each file of a source looks like. Raises as `source_files`."""
+    """What the files of a source look like. Raises as `source_files`."""
     if hub_sets.hub_set(source.path):
         rows = hub_sets.set_rows(source.path, source.subset, source.split, None)
         return {FileLook("", frozenset(row)) for _, row in itertools.islice(rows, 1)}
@@ -248,13 +244,8 @@ def looks(source: SourceConfig) -> set[FileLook]:
     return found
 
 
-# The files.
-
-
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """The files of a source by name, which does not depend on the place of the folder. Raises
-    MissingInputError, EmptyInputError, InputError.
-    """
+    """The files of a source by name. Raises MissingInputError, EmptyInputError, InputError."""
     if source.subset or source.split:
         raise InputError(
             f"{source.path} has no subsets or splits",
@@ -271,9 +262,8 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
         found = {one: public_url(one) for one in _expanded(filesystem, path, source.path)}
     folders = [posixpath.dirname(shown) for shown in found.values()]
     start = len(posixpath.commonpath(folders) if len(folders) > 1 else folders[0])
-    places = [
-        SourceFile(shown[start:].lstrip("/"), one, filesystem) for one, shown in found.items()
-    ]
+    names = ((shown[start:].lstrip("/"), one) for one, shown in found.items())
+    places = (SourceFile(name, one, filesystem) for name, one in names)
     return sorted(places, key=lambda place: place.name)
 
 
@@ -284,11 +274,12 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
     except FileNotFoundError:
         if not GLOB_SIGNS & set(path):
             raise
-        facts = filesystem.glob(path, detail=True)
+        kinds = {name: facts["type"] for name, facts in filesystem.glob(path, detail=True).items()}
+        hidden = "/." in path
         found = [
             name
-            for name in facts
-            if facts[name]["type"] != "directory" and ("/." in path or "/." not in name)
+            for name, kind in kinds.items()
+            if kind != "directory" and (hidden or "/." not in name)
         ]
         if not found:
             raise MissingInputError(
@@ -298,12 +289,11 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
         return found
     if not is_folder:
         return [path]
-    found = []
-    for name in filesystem.find(path):
-        parts = name[len(path) :].split("/")
-        # Neither hidden files nor half-written ones.
-        if ending(name) and not any(part.startswith((".", "_")) for part in parts):
-            found.append(name)
+    found = [
+        name
+        for name in filesystem.find(path)
+        if ending(name) and not HIDDEN.search(name[len(path) :])  # nor half-written
+    ]
     if not found:
         raise EmptyInputError(
             f"the folder {public_url(given)} holds no data file",
@@ -323,8 +313,7 @@ def _reading(path: str) -> Iterator[None]:
             f"no file at {public_url(path)}",
             "check the path; relative paths start at the current folder",
         ) from error
-    # A missing package of a store, no permission, no network.
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError) as error:  # also a missing package of a store
         reason = str(error).replace(path, public_url(path))
         raise InputError(
             f"{public_url(path)} cannot be read: {reason}",

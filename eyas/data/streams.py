@@ -1,7 +1,7 @@
-"""The bytes of one file of a source: from any store, decompressed, as lines of UTF-8.
+"""The bytes of one file of a source: from any store, decompressed, as lines.
 
-A failure of the store is an InputError: try again. Damage in the data is a BrokenStream: the rows
-before it are kept, what follows is lost.
+A failure of the store is an InputError. Damage in the data is a BrokenStream: the rows before it
+are kept.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
 def public_url(url: str) -> str:
-    """A URL without what gives access: a password, or the query of a signed URL."""
+    """A URL without the password or the query that gives access."""
     if not WEB.match(url):
         return url
     return re.sub(r"://[^/@]*@", "://", url.split("?", 1)[0])
 
 
 class Unreadable(ValueError):
-    """What is wrong with a row. The message never quotes the row. reason: as the ledger counts."""
+    """What is wrong with a row, which it never quotes. reason: for the ledger."""
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Unreadable(ValueError):
 
 
 class BrokenStream(Unreadable):
-    """The rest of the file cannot be read, and how many rows it held is not known."""
+    """The rest of the file is lost."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "cut")
@@ -56,7 +56,7 @@ READING_REASONS = {  # reasons of rows that are not read, with their meaning
     "flagged": "its publisher flags it as deleted, or as written by a machine",
 }
 
-# The values of a file: (line, or row of a Parquet file, from 1; value or Unreadable).
+# (line, or row of a Parquet file, from 1; value or Unreadable)
 FileValues = Iterator[tuple[int, Any]]
 
 
@@ -86,7 +86,7 @@ class StoreFile(io.RawIOBase):
             return act(*arguments)
         except EyasError:
             raise
-        # Stores have no common class of errors: OSError, and those of their HTTP clients.
+        # Stores raise OSError, and what their HTTP clients raise.
         except Exception as error:
             reason = str(error).replace(self.url, public_url(self.url))
             raise InputError(
@@ -96,7 +96,7 @@ class StoreFile(io.RawIOBase):
 
 
 class Decompressor(io.RawIOBase):
-    """The content of a compressed stream; BrokenStream behind where it is cut or damaged."""
+    """The content of a compressed stream, up to a BrokenStream where it is damaged."""
 
     def __init__(self, packed: Any, kind: str) -> None:
         self._packed, self._kind, self._broken = packed, kind, False
@@ -108,8 +108,7 @@ class Decompressor(io.RawIOBase):
         return _fill(buffer, self._next)
 
     def _next(self, size: int) -> bytes:
-        # Some decoders report a fault once, others at each read. `read1` returns what came before
-        # the fault; a loop of reads would lose it.
+        # Some decoders report a fault once. `read1` returns what came before it.
         if not self._broken:
             try:
                 return bytes(self._packed.read1(size))
@@ -119,7 +118,7 @@ class Decompressor(io.RawIOBase):
 
 
 def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
-    """Fill a buffer. Data before a fault are returned; the next call meets the fault again."""
+    """Data before a fault are returned; the next call meets the fault again."""
     filled = 0
     while filled < len(buffer):
         try:
@@ -136,7 +135,7 @@ def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
 
 
 def arrow(part: str, wanted_by: str) -> ModuleType:
-    """The module `pyarrow` or `pyarrow.{part}`, an optional extra. Raises InputError without it."""
+    """The module `pyarrow` or `pyarrow.{part}`. Raises InputError without the extra."""
     try:
         return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
     except ImportError as error:
@@ -179,8 +178,8 @@ def skip_mark(stream: io.BufferedReader) -> None:
 
 
 def numbered_lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes | Unreadable]]:
-    """The lines of a stream with their numbers, from 1. A line longer than LIMIT is Unreadable, and
-    no more than that of it is held; where the stream breaks, a BrokenStream is the last.
+    """The lines of a stream with their numbers, from 1. Of a line longer than LIMIT, which is
+    Unreadable, no more is held; where the stream breaks, a BrokenStream is the last.
     """
     number = 1
     try:

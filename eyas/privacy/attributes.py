@@ -1,9 +1,5 @@
 """Values that lead to one person, car, device or place: birth dates, number plates, MAC addresses,
-coordinates, account names.
-
-Their forms are those of ordinary dates, codes and numbers: all but MAC addresses and coordinates
-with a hemisphere need a cue word. Each function takes a text as `spelling.plain` gives it and
-yields spans [start, end).
+coordinates, account names. Most have the form of ordinary dates, codes and numbers, and need a cue.
 """
 
 from __future__ import annotations
@@ -31,15 +27,13 @@ BIRTH_DATES = (
     ),
     re.compile(
         rf"(?<![\w-])(?<!\d[./])(?P<value>{DATE})\s?"
-        r"(?:(?:in \w+ )?geboren|生まれ|出生|에 (?:태어|출생)"
-        r"|(?:tarihinde )?doğ(?:um|d)\w*"
-        r"|को (?:हुआ|जन्म))",
+        rf"(?:{joined('born')})",
         re.I,
     ),
 )
 BORN = re.compile("geboren|生|출생|태어|doğ|जन्म|हुआ", re.I)  # any that stands behind a date
 
-# Letters and digits in two or three groups, five to eight of them.
+# Two or three groups of letters and digits
 _PLATE = r"[A-Z0-9ÄÖÜА-Я]{1,4}[ ·-]{0,3}[A-Z0-9А-Я]{1,4}(?:[ ·-]{0,3}[A-Z0-9А-Я]{1,4})?"
 PLATE = re.compile(
     cue(joined("plate")) + r"[^\n.;?!]{0,16}?[\s:=\"'(#是为]{1,3}"
@@ -67,13 +61,8 @@ COORDINATES = re.compile(
     r"|\d{1,2}\.\d{3,} ?[NS],? {0,2}\d{1,3}\.\d{3,} ?[EW])(?!\w)",
     re.I,
 )
-PLACE_CUE = (
-    r"coordinates?|coords?|gps|lat(?:itude)?[/, ]+(?:lon|lng|long)(?:itude)?|geo|location"
-    r"|(?:live|reside|house is|home is|home|me up|meet me)(?: at)?|vivo en|wohne (?:bei|in)"
-    r"|abito a|moro em|koordinaten|coordenadas|coordonn[ée]es|coordinate|position|pin|maps?"
-)
 PAIR = re.compile(
-    rf"(?<![\w.])(?:{PLACE_CUE})(?!\w)[^\n;?!]{{0,24}}?[\s:=@(\[\"']{{1,3}}"
+    rf"(?<![\w.])(?:{joined('place')})(?!\w)[^\n;?!]{{0,24}}?[\s:=@(\[\"']{{1,3}}"
     rf"(?P<value>{_NUMBER}[°,; ]{{1,3}}{_NUMBER})(?![\w]|\.\d)",
     re.I,
 )
@@ -87,14 +76,7 @@ LATITUDE = re.compile(
     re.I,
 )
 
-NETWORKS = (
-    r"twitter|instagram|insta|ig|telegram|tiktok|github|gitlab|discord|snapchat|snap|skype|reddit"
-    r"|mastodon|bluesky|youtube|twitch|linkedin|facebook|fb|whatsapp|steam|psn|xbox"
-)
-NAME_CUE = (
-    r"handle|user[ _]?name|screen[ _]?name|nick(?:[ _]?name)?|account name|login name|gamertag"
-    r"|alias"
-)
+NETWORKS, NAME_CUE = joined("networks"), joined("account_name")
 ACCOUNT_NAME = r"[A-Za-z0-9_](?:[\w.-]{1,30}\w)?"
 AT_HANDLE = re.compile(
     rf"(?<![\w.@/`\"'#}}])(?<!\w\()@(?=[\w.-]*[A-Za-z])(?=[\w.-]{{3}}){ACCOUNT_NAME}(?![\w@(/-]|\.\w)"
@@ -106,9 +88,8 @@ HANDLE_CUE = re.compile(
 )
 # The user's name in a path that begins there, unless it is one that many machines have.
 HOME = re.compile(
-    r"(?:(?<![\w.~}/-])(?:file://)?(?:(?:/mnt)?/[a-z]|/var|/usr|/export)?/(?:home|Users)/|\b[A-Z]:\\{1,2}Users\\{1,2})(?!(?:user(?:name)?s?|public|shared|default|admin\w*|root"
-    r"|ubuntu|debian|centos|ec2-user|pi|runner|vagrant|jovyan|linuxbrew|guest|me|you|name|your\w*|test|app"
-    r"|dev|git|node|www\w*|hadoop|postgres|jenkins|coder?|vscode|student|x+)(?![\w.-]))"
+    r"(?:(?<![\w.~}/-])(?:file://)?(?:(?:/mnt)?/[a-z]|/var|/usr|/export)?/(?:home|Users)/"
+    rf"|\b[A-Z]:\\{{1,2}}Users\\{{1,2}})(?!(?:{joined('users')})(?![\w.-]))"
     r"(?P<value>[A-Za-z][\w.-]{1,30}\w)(?=[/\\\s\"']|$)"
 )
 DISCORD = re.compile("discord", re.I)  # elsewhere name#1234 is an issue of a repository
@@ -118,8 +99,7 @@ NAMED_HANDLE = re.compile(
     rf"(?: is| was|:| =| called| named)\s{{1,2}}[\"']?@?(?P<name>(?=[\w.-]*[A-Za-z]){ACCOUNT_NAME})"
     r"(?![\w@(/=#-]|\.\w)"
     r"|(?<![\w.])(?:t\.me|(?:instagram|twitter|x|facebook|tiktok|linkedin|snapchat)\.com"
-    r"(?:/in|/add)?)/@?(?P<profile>(?!(?:p|in|add|reel|reels|share|sharer|intent|home|groups|hashtag"
-    r"|search|explore|login|help|about|legal|privacy|pages|events|company|jobs|watch)\b)[\w.]{3,30}\b)"
+    rf"(?:/in|/add)?)/@?(?P<profile>(?!(?:{joined('pages')})\b)[\w.]{{3,30}}\b)"
     r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
@@ -131,7 +111,7 @@ MAYBE_HANDLE = re.compile(
 )
 
 
-# A line of a log, in whose numbers nobody's are
+# A line of a log, whose numbers are nobody's
 LOG = re.compile(
     r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
     r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
@@ -145,14 +125,18 @@ def birth_dates(text: str) -> Iterator[Span]:
             yield match.span("value")
 
 
-def is_plate(value: str) -> bool:
-    """Whether it is of letters and digits, as many as a number plate has."""
-    letters = [letter for letter in value if letter.isalnum()]
-    return len(letters) in PLATE_LENGTHS and len({letter.isdigit() for letter in letters}) == 2
+def plates(text: str) -> Iterator[Span]:
+    """Letters and digits behind a word for a number plate, as many as one has."""
+    for match in PLATE.finditer(text):
+        letters = [*filter(str.isalnum, match["value"])]
+        if len(letters) in PLATE_LENGTHS and len({*map(str.isdigit, letters)}) == 2:
+            yield match.span("value")
 
 
 def mac_addresses(text: str) -> Iterator[Span]:
-    """Six bytes in hexadecimal; of digits alone, between spaces or without signs beside a cue."""
+    """Six bytes in hexadecimal; of digits alone, between spaces or without signs only
+    with a cue.
+    """
     for match in MAC.finditer(text):
         value = match.group()
         is_plain = value.isalnum() or " " in value or not re.search("[A-Fa-f]", value)
@@ -162,7 +146,7 @@ def mac_addresses(text: str) -> Iterator[Span]:
 
 
 def coordinates(text: str) -> Iterator[Span]:
-    """Latitude and longitude: with degrees or hemispheres, behind their names or a cue word."""
+    """Latitude and longitude: with degrees or hemispheres, behind their names or a cue."""
     for match in COORDINATES.finditer(text):
         yield match.span()
     for match in (*PAIR.finditer(text), *IN_MAP.finditer(text)):
@@ -174,13 +158,13 @@ def coordinates(text: str) -> Iterator[Span]:
 
 
 def is_place(latitude: str, longitude: str) -> bool:
-    """Whether two numbers are within the bounds of latitude and longitude, in degrees."""
+    """Whether two numbers are within the bounds, in degrees."""
     return abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
 
 
 def handles(text: str) -> Iterator[Span]:
     """Account names: @name near a network's name or a word such as "follow"; names with a digit or
-    sign behind "my username is" and the like; u/name, name#1234; the user of a home folder.
+    sign behind "my username is"; u/name, name#1234; the user of a home folder.
     """
     if "/" in text or "\\" in text:
         yield from (match.span("value") for match in HOME.finditer(text))

@@ -1,5 +1,5 @@
-"""Personal data and secrets in a text: by type and place, without overlaps, each value with a keyed
-hash. Opens no connection unless the config names one.
+"""Personal data and secrets in a text: by type and place, without overlaps, with keyed hashes.
+Opens no connection unless the config names one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from eyas.privacy.pii import (
 )
 from eyas.privacy.spelling import Span, plain
 
-# Characters of a long text that are searched at a time, and of those on each side of them that are
-# seen with them: more than any value is long, cue included.
+# Characters of a long text that are searched at a time, and that are seen on each side of them:
+# more than any value with its cue.
 WINDOW, MARGIN = 2000, 400
 LIBRARIES = ("python-stdnum", "detect-secrets")
 NO_SPACE, DIGIT = re.compile(r"\S"), re.compile(r"\d")
@@ -41,32 +41,33 @@ CLOUD, OURS = "cloud_dlp", "eyas"
 
 
 class Detector:
-    """Finds the types that the policy does not keep. Never keeps, logs or raises what it found."""
+    """Finds the types that the policy does not keep. It neither keeps nor logs nor
+    raises a value.
+    """
 
     def __init__(self, config: PrivacyConfig, key: bytes = b"") -> None:
-        """key: for the findings' hashes; without one they have none. Raises ConfigError for a
-        service that is not there.
-        """
+        """key: for hashes. Raises ConfigError for a service that is not there."""
         self._key = key
         self._cloud = CloudDlp(config) if config.cloud_project is not None else None
         self._wanted = frozenset(config.types)
         self._types = self._wanted.difference(INFO_TYPES.values() if self._cloud else ())
         self._kept_by = "fictional" if config.fictional else "policy"
-        names = not self._types.isdisjoint(NAME_TYPES)
-        self._by = "+".join([CLOUD] * bool(self._cloud) + [OURS] * names)
+        self._has_names = not self._types.isdisjoint(NAME_TYPES)
+        by = [CLOUD] * bool(self._cloud) + [OURS] * self._has_names
+        self._by = "" if self._wanted.isdisjoint(NAME_TYPES) else "+".join(by)
 
     def find(self, text: str) -> list[Finding]:
-        """What is in a text that stands alone, by place."""
+        """What is in a text that stands alone."""
         return self.find_all([text])[0]
 
     def find_all(
         self, texts: Sequence[str], parts: Sequence[Sequence[Passage]] | None = None
     ) -> list[list[Finding]]:
-        """What is in each text. Cloud DLP is sent many texts in one request.
-
-        parts: the passages of each text; None = the texts are one conversation.
+        """What is in each text. parts: the passages of each; None = the texts are one
+        conversation.
         """
-        parts = passages(texts) if parts is None else parts
+        if parts is None:  # of use for names alone
+            parts = passages(texts) if self._by else [[] for _ in texts]
         found = self._cloud(texts) if self._cloud else [[] for _ in texts]
         prose = [[one for one in of_text if not one.is_code] for of_text in parts]
         names = self._names(texts, prose)
@@ -78,33 +79,28 @@ class Detector:
         ]
 
     def name_searches(self, parts: Iterable[Passage]) -> tuple[NameSearch, ...]:
-        """Where names are searched for in a row with these passages, the same for each."""
+        """Where names are searched for in a row with these passages."""
         characters = Counter[tuple[str, str, str]]()
         for one in parts:
-            by = "" if one.is_code or self._wanted.isdisjoint(NAME_TYPES) else self._by
-            reason = "" if by else self._not_searched(one)
+            by = "" if one.is_code else self._by
+            reason = "" if by else "code" if self._by else self._kept_by
             characters[one.language, by, reason] += one.end - one.start
         return tuple(NameSearch(*part, count) for part, count in sorted(characters.items()))
-
-    def _not_searched(self, part: Passage) -> str:
-        return self._kept_by if self._wanted.isdisjoint(NAME_TYPES) else "code"
 
     def _names(
         self, texts: Sequence[str], prose: Sequence[Sequence[Passage]]
     ) -> list[list[Finding]]:
-        """Names, addresses and places in the prose of each text."""
-        if self._types.isdisjoint(NAME_TYPES):
+        if not self._has_names:
             return [[] for _ in texts]
         folded = [fold(only(text, spoken)) for text, spoken in zip(texts, prose, strict=True)]
+        found = entities.find_entities([one.text for one in folded])
         return [
             [
                 Finding(one.type, *text.span(one.start, one.end))
-                for one in of_text
+                for one in some
                 if one.type in self._types
             ]
-            for text, of_text in zip(
-                folded, entities.find_entities([one.text for one in folded]), strict=True
-            )
+            for text, some in zip(folded, found, strict=True)
         ]
 
     def _patterns(self, text: str) -> Iterator[Finding]:
@@ -129,17 +125,14 @@ class Detector:
 
 class LeakDetector:
     """Finds personal data and secrets in a model's answer that the conversation before it does not
-    hold.
-
-    Every type that the config does not keep counts, whatever its action. Values that are set aside
-    for examples (example.com, 555-01xx, test cards) do not count.
+    hold: every type that the config does not keep, but for values set aside for examples.
     """
 
     def __init__(self, config: PrivacyConfig = ANSWER_POLICY) -> None:
         self._detector = Detector(config)
 
     def __call__(self, before: Sequence[str], answer: str) -> list[Finding]:
-        """By place in the answer, without hashes. before: the texts of all messages before it."""
+        """By place in the answer, without hashes. before: the texts before it."""
         found = [
             (one, value)
             for one in self._detector.find(answer)
@@ -168,14 +161,13 @@ def versions() -> dict[str, str]:
 
 
 def recogniser_versions(config: PrivacyConfig) -> dict[str, str]:
-    """The version of what finds names under the config, for the identity of what it cleans."""
-    searched = set(config.types) & set(NAME_TYPES)
-    return {OURS: entities.version()} if searched else {}
+    """The version of what finds names under the config, for identities."""
+    return {} if set(config.types).isdisjoint(NAME_TYPES) else {OURS: entities.version()}
 
 
 def in_windows(find: Search, text: str) -> Iterator[Span]:
-    """The spans of a search, in time that grows with the text's length only, though some patterns
-    take the square of it: long texts are searched in pieces.
+    """The spans of a search in time linear in the text's length, though some patterns are
+    quadratic: long texts are searched in pieces.
 
         piece k      [margin|  taken  |margin]
         piece k + 1               [margin|  taken  |margin]
@@ -194,7 +186,7 @@ def in_windows(find: Search, text: str) -> Iterator[Span]:
 
 
 def only(text: str, parts: Iterable[Passage]) -> str:
-    """The text with spaces in place of what lies outside its passages; line ends stay."""
+    """The text with spaces outside its passages; line ends stay."""
     made, end = [], 0
     for one in parts:
         made += [NO_SPACE.sub(" ", text[end : one.start]), text[one.start : one.end]]

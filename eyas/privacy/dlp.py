@@ -1,7 +1,5 @@
-"""Google Cloud DLP (Sensitive Data Protection) as a detector: the texts leave this machine.
-
-A text is a row of a table, so that one request carries many. Values are not sent back, and no error
-repeats what was sent.
+"""Google Cloud DLP (Sensitive Data Protection) as a detector: the texts leave this machine, as rows
+of a table, many in a request. Values are not sent back, and no error repeats what was sent.
 """
 
 from __future__ import annotations
@@ -13,50 +11,17 @@ from typing import Any
 from eyas.errors import ConfigError, EyasError, extra
 from eyas.privacy.findings import Finding
 from eyas.privacy.pii import PrivacyConfig
+from eyas.privacy.spelling import LISTS
 
-LIKELIHOOD = "POSSIBLE"  # the least at which a finding counts
-MOST_BYTES = 450_000  # of the texts of a request; the service takes 0.5 MB in all
+LIKELIHOOD = "POSSIBLE"  # the least that counts
+MOST_BYTES = 450_000  # of texts in a request; the service takes 0.5 MB in all
 ROW_BYTES = 50  # what a row adds to its text
 MOST_FINDINGS = 3_000  # in an answer
-OVERLAP = 250  # characters that the halves of a text share
-SMALLEST = 2_000  # characters; a shorter text cannot hold MOST_FINDINGS
+OVERLAP = 250  # characters that halves of a text share
+SMALLEST = 2_000  # characters; fewer cannot hold MOST_FINDINGS
 PATIENCE_S = 300.0
 
-NATIONAL_IDS = """
-    AUSTRALIA_TAX_FILE_NUMBER BELGIUM_NATIONAL_ID_CARD_NUMBER BRAZIL_CPF_NUMBER
-    CANADA_SOCIAL_INSURANCE_NUMBER CHILE_CDI_NUMBER CHINA_RESIDENT_ID_NUMBER
-    CROATIA_PERSONAL_ID_NUMBER DENMARK_CPR_NUMBER FINLAND_NATIONAL_ID_NUMBER FRANCE_CNI
-    FRANCE_NIR GERMANY_IDENTITY_CARD_NUMBER GERMANY_TAXPAYER_IDENTIFICATION_NUMBER
-    INDIA_AADHAAR_INDIVIDUAL INDIA_PAN_INDIVIDUAL IRELAND_PPSN ISRAEL_IDENTITY_CARD_NUMBER
-    ITALY_FISCAL_CODE JAPAN_INDIVIDUAL_NUMBER KOREA_RRN MEXICO_CURP_NUMBER
-    NETHERLANDS_BSN_NUMBER NORWAY_NI_NUMBER PASSPORT POLAND_PESEL_NUMBER SPAIN_NIE_NUMBER
-    SPAIN_NIF_NUMBER SWEDEN_NATIONAL_ID_NUMBER UK_NATIONAL_HEALTH_SERVICE_NUMBER
-    UK_NATIONAL_INSURANCE_NUMBER US_DRIVERS_LICENSE_NUMBER
-    US_INDIVIDUAL_TAXPAYER_IDENTIFICATION_NUMBER
-"""
-INFO_TYPES = {
-    **dict.fromkeys(NATIONAL_IDS.split(), "NATIONAL_ID"),
-    "EMAIL_ADDRESS": "EMAIL_ADDRESS",
-    "PHONE_NUMBER": "PHONE_NUMBER",
-    "IP_ADDRESS": "IP_ADDRESS",
-    "URL": "URL",
-    "PERSON_NAME": "PERSON",
-    "STREET_ADDRESS": "STREET_ADDRESS",
-    "LOCATION": "LOCATION",
-    "CREDIT_CARD_NUMBER": "CREDIT_CARD",
-    "IBAN_CODE": "IBAN_CODE",
-    "US_SOCIAL_SECURITY_NUMBER": "US_SSN",
-    "PASSWORD": "PASSWORD",
-    "AUTH_TOKEN": "API_KEY",
-    "AWS_CREDENTIALS": "API_KEY",
-    "AZURE_AUTH_TOKEN": "API_KEY",
-    "BASIC_AUTH_HEADER": "API_KEY",
-    "GCP_API_KEY": "API_KEY",
-    "GCP_CREDENTIALS": "API_KEY",
-    "JSON_WEB_TOKEN": "API_KEY",
-    "ENCRYPTION_KEY": "PRIVATE_KEY",
-}
-
+INFO_TYPES = {one: type for type, some in LISTS["dlp"].items() for one in some.split()}
 
 Piece = tuple[int, int, str]  # number of the text, first character, characters
 
@@ -83,8 +48,8 @@ class CloudDlp:
         self._retry = retry.Retry(predicate=transient, timeout=PATIENCE_S)
 
     def __call__(self, texts: Sequence[str]) -> list[list[Finding]]:
-        """Findings in each text, in any order. Raises EyasError when the service does not answer,
-        ConfigError when it refuses.
+        """Findings in each text, in any order. Raises EyasError (no answer),
+        ConfigError (refused).
         """
         found: list[list[Finding]] = [[] for _ in texts]
         pieces = [(number, 0, text) for number, text in enumerate(texts) if text]
@@ -93,9 +58,7 @@ class CloudDlp:
         return found
 
     def _findings(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Finding]]:
-        """The findings in texts; of each half, where they are too many for a request or its answer
-        was cut.
-        """
+        """By halves, where the texts are too long for a request or its answer was cut."""
         result: Any = self._asked(pieces) if _num_bytes(pieces) <= MOST_BYTES else None
         was_cut = result is None or len(result.findings) >= MOST_FINDINGS
         halves = _halves(pieces) if was_cut or result.findings_truncated else []
@@ -170,7 +133,4 @@ def _halves(pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
     middle = len(text) // 2
     if len(text) <= SMALLEST:
         return []
-    return [
-        [(number, start, text[: middle + OVERLAP])],
-        [(number, start + middle, text[middle:])],
-    ]
+    return [[(number, start, text[: middle + OVERLAP])], [(number, start + middle, text[middle:])]]

@@ -1,5 +1,5 @@
-"""Names of people, street addresses and places in texts, from the tagger's probabilities: runs of
-tokens of one type, and addresses of which street, postcode and town are one.
+"""Names of people, street addresses and places in texts: runs of tokens of one type, by the
+tagger's probabilities. Street, postcode and town are one address.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ADDRESS_WORD = re.compile(
 HASH = re.compile(r"(?<!\w)(?=\w*\d)(?=\w*[a-f])[\da-f]{8,}(?!\w)")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
 IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
-# Behind these words a name stands, whatever the tagger thinks of the sentence around it: where
-# somebody is introduced, a field of a form, one of the writer's people.
+# Behind these words a name stands, whatever the tagger thinks: where somebody is introduced, a
+# field of a form, one of the writer's people.
 INTRODUCES = re.compile(
     rf"(?<!\w)(?:{joined('introduces')})\s+"
     r"(?P<name>(?:[^\W\d_]\.|[^\W\d_][\w'’-]*)(?: (?:[^\W\d_]\.|[^\W\d_][\w'’-]*)){0,3})",
@@ -44,7 +44,7 @@ INTRODUCES = re.compile(
 # Between the capitals of a name
 PARTICLES = re.compile(r"d[aeio]|dos|del(?:la)?|l[ae]|van|von|de[rn]|ter|bin|al")
 UNCASED = re.compile(joined("introduces uncased"))  # a group for each script without capitals
-# A postcode behind its word, of which a street's number and name are no part.
+# A postcode behind its word
 POSTCODES = re.compile(
     r"(?<!\w)(?:(?:zip[ -]?codes?|post(?:al)?[ -]?codes?|postleitzahl|code postal|código postal)"
     r"(?:\s?(?:is|ist|est|es|[:=#])\s?| )"
@@ -64,8 +64,8 @@ def version() -> str:
 
 
 def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
-    """Names, street addresses and places of each text by place, without overlaps. A street address
-    takes in the town, the postcode and the country that follow it.
+    """Names, street addresses and places of each text by place, without overlaps. An address takes
+    in the town, postcode and country that follow it.
     """
     found: list[list[Finding]] = [[] for _ in texts]
     for number, offset, tokens, probabilities_TL in tagged(texts):
@@ -83,7 +83,7 @@ def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
 
 
 def introduced(text: str) -> Iterator[Finding]:
-    """Names behind words that announce one: as many as have capitals, where a script has these."""
+    """Names behind words that announce one: words with capitals, where a script has these."""
     for match in INTRODUCES.finditer(text):
         words = match["name"].split(" ")
         name = [
@@ -99,7 +99,7 @@ def introduced(text: str) -> Iterator[Finding]:
 
 def tagged(texts: Sequence[str]) -> Iterator[tuple[int, int, list[Token], Floats]]:
     """Each piece of the texts: the text's number, where the piece begins, its tokens and their
-    probabilities. Some TOGETHER tokens are computed at a time, for what they take of memory.
+    probabilities. Some TOGETHER tokens are computed at a time, which bounds the memory.
     """
     group, size = list[tuple[int, int, list[Token]]](), 0
     places = [(number, *piece) for number, text in enumerate(texts) for piece in pieces(text)]
@@ -116,8 +116,8 @@ def tagged(texts: Sequence[str]) -> Iterator[tuple[int, int, list[Token], Floats
 
 def pieces(text: str) -> Iterator[tuple[int, int]]:
     """A text cut into pieces [start, end) of at most PIECE characters at line ends, else at spaces,
-    else anywhere, where BOTH or more characters are in two pieces: what is cut in one is whole in
-    the other.
+    else anywhere. But for line ends BOTH or more characters are in two pieces, so that what is cut
+    in one is whole in the other.
     """
     start = 0
     while start < len(text):
@@ -135,8 +135,8 @@ def pieces(text: str) -> Iterator[tuple[int, int]]:
 
 def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
     """Runs of tokens of one type: type, first token, last token. A token is of its likeliest type,
-    if that reaches GROWS; one that rather begins than continues a run begins one. A run counts if
-    one of its tokens reaches the type's threshold.
+    if that reaches GROWS; one that rather begins than continues a run begins one. One token of a
+    run must reach the type's threshold.
     """
     of_type = probabilities_TL[:, 1::2] + probabilities_TL[:, 2::2]
     best = of_type.argmax(axis=1)
@@ -158,9 +158,9 @@ def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
 
 
 def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """What of a run can be what it was taken for, as words [first, end) without signs at the ends.
-    It has two letters, or one of a script without spaces. Signs of code part names; nothing else is
-    on both sides of one, but for the lines of a quoted mail.
+    """What of a run can be what it was taken for, as words [first, end): two letters, or one of a
+    script without spaces. Signs of code part names; nothing else is on both sides of one, but for
+    the lines of a quoted mail.
     """
     if type not in THRESHOLDS:
         return
@@ -183,9 +183,7 @@ def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
-    """The spans, where a street address and the parts of addresses and the places behind it are
-    one.
-    """
+    """The spans, a street address being one with the parts of addresses and places behind it."""
     joined: list[Finding] = []
     for span in spans:
         last = joined[-1] if joined else None
@@ -210,8 +208,8 @@ def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it has a word of an address and a number or a second word, no hash, and digits twice
-    as many as letters at most; "54362315K" and a word beside a card's number have not.
+    """Whether it has a word of an address and a second word or a number, no hash, and at most twice
+    as many digits as letters; "54362315K" has not.
     """
     words = [word for word, _, _ in tokenize(text) if word[0].isalnum()]
     num_letters, num_digits = sum(map(str.isalpha, text)), sum(map(str.isdigit, text))

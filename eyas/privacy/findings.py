@@ -11,10 +11,7 @@ from eyas.privacy.pii import RANK
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """Where something was found: characters [start, end) of a turn as it was read, or of the system
-    prompt (turn None).
-
-    hash: equal for equal values under the same key, useless without it; "" where no key was given.
-    The value itself is kept nowhere, in no form.
+    prompt (turn None). hash: equal for equal values under the same key; "" without a key.
     """
 
     type: str
@@ -26,11 +23,10 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NameSearch:
-    """Whether names and places were searched for in a part of a row.
+    """Whether names and places were searched for in the parts of a row in one language.
 
-    language: the part's code, UNKNOWN or CODE_ONLY (`eyas.language`). by: what searched it, as
-    "eyas" or "cloud_dlp+eyas"; "" = nothing did. reason: why nothing did, else "": "code",
-    "fictional", or "policy" (which keeps names). characters: of all such parts of the row.
+    by: what searched them, as "eyas" or "cloud_dlp+eyas"; "" if nothing did, for the `reason`
+    "code", "fictional", or "policy" (which keeps names).
     """
 
     language: str
@@ -40,9 +36,7 @@ class NameSearch:
 
 
 def join_overlaps(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings by place, overlapping ones joined under the type of the highest rank, so that
-    replacing them leaves no rest of either.
-    """
+    """Findings by place, overlapping ones joined under the type of the highest rank."""
     joined: list[Finding] = []
     for finding in sorted(findings, key=lambda one: (one.start, one.end, RANK[one.type])):
         if joined and finding.start < joined[-1].end:

@@ -1,8 +1,5 @@
-"""National identity, tax, social security and health numbers: how each is written, its check
-(python-stdnum's), and cue words.
-
-A number whose form and check are so loose that ordinary prompts hold it by chance needs a cue word
-beside it.
+"""National identity, tax, social security and health numbers (identifiers.yaml): the form of each,
+its check (python-stdnum's), and the cue words that one needs whose form and check are loose.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ from eyas.privacy.spelling import FILES, Span, cue, joined, plain
 SG_WEIGHTS = (2, 7, 6, 5, 4, 3, 2)
 SG_LETTERS = {"ST": "JZIHGFEDCBA", "FG": "XWUTRQPNMLK"}
 
-# Where a number with a check may begin: six digits close together, with some letters before them or
-# among them, or India's PAN, with four.
+# Where a number with a check may begin: six digits close together, letters before or among them, or
+# India's PAN, with four.
 START = re.compile(
     r"(?<![\w./+-])(?=(?:[A-Za-zÑ&]{1,6}[ -]?)?\d(?:[A-Za-z]{0,5}[ ./+-]?\d){5}|[A-Z]{5}\d{4})",
     re.ASCII,
@@ -31,9 +28,10 @@ FOUR_DIGITS = re.compile(r"\d(?:[A-Z /.-]{0,12}\d){3}")  # of one without
 
 @dataclass(frozen=True, slots=True)
 class Identifier:
-    """A kind of number: its form, its check, and the cue words that it needs beside it, if any."""
+    """A kind of number. cue: words that it needs beside it."""
 
     name: str
+    example: str
     pattern: re.Pattern[str]
     valid: Callable[[str], bool]
     cue: re.Pattern[str] | None = None
@@ -55,7 +53,7 @@ def is_nric(value: str) -> bool:
 
 
 def is_nino(value: str) -> bool:
-    """Not a prefix that the UK never issues; there is no check digit."""
+    """Not a prefix that the UK never issues; it has no check digit."""
     return value[:2].upper() not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
 
 
@@ -67,12 +65,12 @@ def is_snils(value: str) -> bool:
 
 
 def is_document(value: str) -> bool:
-    """At least four digits: passports and licences have no public check, and need their cue."""
+    """At least four digits: passports and licences have no public check."""
     return sum(letter.isdigit() for letter in value) >= 4
 
 
 def is_vin(value: str) -> bool:
-    """Letters and digits in one: its check digit is North America's alone, and it has a cue."""
+    """Letters and digits: its check digit is North America's alone."""
     return any(map(str.isalpha, value)) and is_document(value)
 
 
@@ -80,12 +78,12 @@ CHECKS = {one.__name__: one for one in (is_nric, is_nino, is_snils, is_document,
 
 
 def _read() -> Iterator[Identifier]:
-    """The table, identifiers.yaml."""
     for one in yaml.safe_load((FILES / "identifiers.yaml").read_text(encoding="utf-8")):
         form, check = one["form"], one["check"]
         words = joined("document") if one["name"] == "document" else one.get("cue")
         yield Identifier(
             one["name"],
+            one["example"],
             re.compile(rf"(?<![\w./+-])(?:{form})(?![\w/+-]|\.\d)", re.ASCII),
             CHECKS.get(check) or importlib.import_module(f"stdnum.{check}").is_valid,
             re.compile(cue(words), re.I) if words else None,
@@ -99,8 +97,8 @@ DOCUMENT_CUE = re.compile(cue(f"{joined('document')}|{joined('national')}"), re.
 
 
 def is_named(text: str, start: int, end: int) -> bool:
-    """Whether a word beside the number at [start, end) says what it is: one for any document, or
-    for a kind whose form it has. The words of all kinds would not do: "ein" is among them.
+    """Whether a word beside the number says what it is: one for any document, or for a kind whose
+    form it has. The words of all kinds would not do: "ein" is among them.
     """
     value = plain(text[start:end]).text
     cues = [one.cue for one in IDENTIFIERS if one.cue and one.pattern.fullmatch(value)]
@@ -108,7 +106,7 @@ def is_named(text: str, start: int, end: int) -> bool:
 
 
 def national_ids(text: str) -> Iterator[Span]:
-    """Every national number of a text, of one type for all countries."""
+    """Every national number of a text."""
     starts = [match.start() for match in START.finditer(text)]
     for kind in IDENTIFIERS:
         for match in _written(kind, text, starts):
@@ -120,7 +118,6 @@ def national_ids(text: str) -> Iterator[Span]:
 
 
 def _written(kind: Identifier, text: str, starts: list[int]) -> Iterator[re.Match[str]]:
-    """What has the form of a kind; of one without a check, where its cue is in the text."""
     if not kind.is_checked:
         assert kind.cue, "without a check a number needs a cue"
         if FOUR_DIGITS.search(text) and kind.cue.search(text):
@@ -134,7 +131,7 @@ def _written(kind: Identifier, text: str, starts: list[int]) -> Iterator[re.Matc
 
 
 def is_national_id(value: str) -> bool:
-    """Whether the value, alone, passes the check of some kind that has one."""
+    """Whether the value passes the check of some kind that has one."""
     return any(
         kind.is_checked and kind.pattern.fullmatch(value) and kind.valid(value)
         for kind in IDENTIFIERS

@@ -1,12 +1,8 @@
-"""Invented values of the kind and form of real ones, assigned to nobody.
+"""Invented values of the kind and form of real ones, assigned to nobody: from ranges set aside for
+examples or, where there are none, outside a number's plan or with a wrong check.
 
-Numbers come from ranges set aside for examples: telephone numbers 555-01xx, addresses of RFC 2606,
-5737 and 3849, test cards, SSN areas from 900, banks that do not exist. Where nothing is set aside,
-the number is outside its plan (two zeros after the trunk) or fails its check.
-
-A maker takes a value as `spelling.plain` gives it and the draws of its conversation; it takes its
-form from the value and nothing else. Findings that overlap are joined, so that the value may be
-longer than what its type's search yields: a maker takes any text.
+A maker takes a value of `spelling.plain` and the draws of its conversation. It takes nothing but
+the form from the value, which may be any text, since overlapping findings are joined.
 """
 
 from __future__ import annotations
@@ -37,19 +33,12 @@ GIVEN, FAMILY, STREETS, CITIES, COUNTRIES = (
 SCRIPTS = {script: tuple(names.split()) for script, names in _WORDS["scripts"].items()}
 
 EXTENSION = re.compile(r"\s?(?:x|ext)", re.I)
-FICTIONAL = "55501"  # North America's 555-01xx, and a short number of no known country
+FICTIONAL = "55501"  # North America's 555-01xx
 AREAS = ("202", "303", "404", "512", "617", "713")
 UNUSED = "00"  # with which no national number begins
-LONG = 9  # digits of a national number that may have an area code in it
-TEST_CARDS = {
-    "34": "371449",
-    "37": "378282",
-    "35": "353011",
-    "3": "305693",
-    "5": "555555",
-    "2": "555555",
-    "6": "601111",
-}
+LONG = 9  # digits of a national number that may hold an area code
+TEST_CARDS = {"34": "371449", "37": "378282", "35": "353011", "3": "305693", "5": "555555"}
+TEST_CARDS |= {"2": "555555", "6": "601111"}
 DEFAULT_TEST_CARD = "424242"
 DOCUMENTATION = ("192.0.2.", "198.51.100.", "203.0.113.")
 RESERVED_MAIL = re.compile(
@@ -59,7 +48,7 @@ KEY_PREFIX = re.compile(r"sk-(?:proj|ant)-|[A-Za-z]{2,6}[-_]|AKIA|ASIA|AIza|eyJ"
 
 
 class KeyedRandom:
-    """Numbers from HMAC-SHA256 in counter mode: the same for the same key and seed, anywhere."""
+    """Numbers from HMAC-SHA256 in counter mode, the same for the same key and seed."""
 
     def __init__(self, key: bytes, *seed: str) -> None:
         blocks = (keyed(key, "surrogate", *seed, str(counter)) for counter in itertools.count())
@@ -68,7 +57,7 @@ class KeyedRandom:
         )
 
     def below(self, bound: int) -> int:
-        """A number from 0 to bound - 1. Of 64 bits: the bias is below 2^-50 for our bounds."""
+        """A number in [0, bound), of 64 bits: the bias is below 2^-50 for our bounds."""
         return next(self._words) % bound
 
     def choice(self, options: Sequence[str]) -> str:
@@ -79,32 +68,26 @@ class KeyedRandom:
 
     def like(self, value: str) -> str:
         """A digit for a digit, a letter for a letter of the same case; all else stays."""
-        return "".join(self._like(letter) for letter in value)
+        return "".join(map(self._like, value))
 
     def _like(self, letter: str) -> str:
         if letter.isdigit():
             return str(self.below(10))
-        if letter.isalpha():
-            return self.choice(
-                string.ascii_uppercase if letter.isupper() else string.ascii_lowercase
-            )
-        return letter
+        upper, lower = string.ascii_uppercase, string.ascii_lowercase
+        return self.choice(upper if letter.isupper() else lower) if letter.isalpha() else letter
 
 
 def person(value: str, draw: KeyedRandom) -> str:
-    """A name of the script, for one of a script without spaces."""
-    for script, names in SCRIPTS.items():
-        if re.search(script, value):
-            return draw.choice(names)
-    return draw.choice(GIVEN)
+    """A name of the value's script, if that has no spaces, else a given name."""
+    return draw.choice(next((SCRIPTS[one] for one in SCRIPTS if re.search(one, value)), GIVEN))
 
 
 LONGEST_POSTCODE = 10  # characters
 
 
 def address(value: str, draw: KeyedRandom) -> str:
-    """A number and a street; of each further part, between commas and line ends, digits like its
-    own and a town for its words. Of a postcode alone one of its form.
+    """A number and a street; for each further part, between commas and line ends, digits like its
+    own and a town for its words. For a postcode alone one of its form.
     """
     if len(value) <= LONGEST_POSTCODE and not re.search(r"[^\W\d_]{3}", value):
         return same_form(value, draw)
@@ -118,22 +101,20 @@ def address(value: str, draw: KeyedRandom) -> str:
 
 
 def place(value: str, draw: KeyedRandom) -> str:
-    """A country for a country that is listed, a town for any other place."""
+    """A country for a listed country, a town for any other place."""
     return match_case(draw.choice(COUNTRIES if value.title() in COUNTRIES else CITIES), value)
 
 
 def match_case(invented: str, mention: str) -> str:
-    """The invented word in capitals or small letters, as the mention is."""
+    """The invented word in capitals or small letters, as the mention."""
     if mention.isupper():
         return invented.upper()
     return invented.lower() if mention.islower() else invented
 
 
 def fill_form(invented: str, mention: str) -> str:
-    """The mention with its letters and digits replaced by those of `invented`, in its case.
-
-    invented: as many letters and digits as the mention has, or digits alone: then the mention's
-    letters stay, such as the "x" of an extension.
+    """The mention with its letters and digits replaced by those of `invented`, in its case. Where
+    these are digits alone the mention's letters stay, such as the "x" of an extension.
     """
     stays = invented.isdigit()
     letters = filter(str.isalnum, invented)
@@ -144,8 +125,8 @@ def fill_form(invented: str, mention: str) -> str:
 
 
 def phone_parts(value: str) -> tuple[str, str, str]:
-    """The digits of a telephone number: of its country or trunk, of the number within its country,
-    and of its extension. A number that is valid in several countries counts as the first one's.
+    """The digits of a telephone number's country or trunk, of the number within its country, and of
+    its extension. A number that is valid in several countries counts as the first one's.
     """
     number, *extension = EXTENSION.split(value, maxsplit=1)
     digits = re.sub(r"\D", "", number)
@@ -157,9 +138,8 @@ def phone_parts(value: str) -> tuple[str, str, str]:
 
 
 def phone(value: str, draw: KeyedRandom) -> str:
-    """The digits within its country of a number that reaches nobody, of the same country and
-    length, its extension's too: 555-01xx in North America, two zeros behind the prefix or trunk
-    elsewhere.
+    """The digits within its country, and of its extension, of a number of the same length that
+    reaches nobody: 555-01xx in North America, two zeros behind the prefix or trunk elsewhere.
     """
     _, national, extension = phone_parts(value)
     read, start = next(parse_phone(EXTENSION.split(value)[0]), None), FICTIONAL
@@ -176,9 +156,7 @@ def is_fictional_phone(value: str) -> bool:
 
 
 def card(value: str, draw: KeyedRandom) -> str:
-    """A number of the same kind of issuer and length from a range for tests, with a right check
-    digit.
-    """
+    """A number of the same issuer and length from a range for tests, with a right check digit."""
     digits = re.sub(r"\D", "", value)
     start = TEST_CARDS.get(digits[:2]) or TEST_CARDS.get(digits[0]) or DEFAULT_TEST_CARD
     invented = start + draw.digits(len(digits) - len(start) - 1)
@@ -227,9 +205,8 @@ def is_example_mail(value: str) -> bool:
 def ip_address(value: str, draw: KeyedRandom) -> str:
     """An address for documentation of the same version (RFC 5737, RFC 3849)."""
     if ":" in value:
-        return str(
-            ipaddress.IPv6Address(int(ipaddress.IPv6Address("2001:db8::")) + draw.below(1 << 62))
-        )
+        first = int(ipaddress.IPv6Address("2001:db8::"))
+        return str(ipaddress.IPv6Address(first + draw.below(1 << 62)))
     return f"{draw.choice(DOCUMENTATION)}{1 + draw.below(254)}"
 
 
@@ -248,8 +225,8 @@ def link_with_credentials(value: str, draw: KeyedRandom) -> str:
 
 
 def wallet(value: str, draw: KeyedRandom) -> str:
-    """An address of the same form for which no key exists. Its letters are drawn, so that a Base58
-    or Bech32 check fails.
+    """An address of the same form for which no key exists: its letters are drawn, so a
+    check fails.
     """
     hexadecimal, bech32 = value[:2].lower() == "0x", re.match("(?:bc|tb|ltc)1.", value, re.I)
     start = 2 if hexadecimal else bech32.end() if bech32 else 1
@@ -259,7 +236,7 @@ def wallet(value: str, draw: KeyedRandom) -> str:
 
 
 def birth_date(value: str, draw: KeyedRandom) -> str:
-    """A date written the same way, up to five years before or after; day and month in any order."""
+    """A date written the same way, up to five years away; day and month in any order."""
     words = {month: line.split() for line in reversed(MONTHS) for month in line.split()}
     named = re.search(r"[^\W\d_]{3,}", value) is not None
     parts = re.split(r"(\d+(?:st|nd|rd|th)?|[^\W\d_]{3,})", value)
@@ -278,7 +255,7 @@ def birth_date(value: str, draw: KeyedRandom) -> str:
 
 
 def date_parts(value: str) -> list[str]:
-    """The numbers of a date in digits, the year last, without zeros before them; [] for another."""
+    """The numbers of a date in digits without leading zeros, the year last; [] for another."""
     parts = [part.lstrip("0") for part in re.findall(r"[^\W_]+", value)]
     if len(parts) != 3 or not all(map(str.isdigit, parts)):
         return []
@@ -286,7 +263,6 @@ def date_parts(value: str) -> list[str]:
 
 
 def _ordinal(number: str, like: str) -> str:
-    """The number with the ending of English ordinals, if `like` has one."""
     if like.isdigit():
         return number
     teen = 10 < int(number) < 20
@@ -294,12 +270,11 @@ def _ordinal(number: str, like: str) -> str:
 
 
 def _shifted(number: int, by: int, bound: int) -> str:
-    """The number with `by` taken away, or added where it is smaller; below the bound."""
     return str(number - by if number > by else (number + by) % bound)
 
 
 def coordinates(value: str, draw: KeyedRandom) -> str:
-    """A place one to four degrees away, as exact as the value; other minutes and seconds."""
+    """A place one to four degrees away, as exact as the value."""
 
     def invented(match: re.Match[str]) -> str:
         whole, _, rest = match.group().partition(".")
@@ -311,7 +286,7 @@ def coordinates(value: str, draw: KeyedRandom) -> str:
 
 
 def mac_address(value: str, draw: KeyedRandom) -> str:
-    """Twelve hexadecimal digits of the locally administered range, which no maker is given."""
+    """Twelve hexadecimal digits of the locally administered range."""
     drawn = "".join(draw.choice(string.hexdigits[:16]) for _ in range(10))
     return f"{draw.choice('0123456789abcdef')}{draw.choice('ae')}{drawn}"
 
@@ -322,7 +297,7 @@ def same_form(value: str, draw: KeyedRandom) -> str:
 
 
 def handle(value: str, draw: KeyedRandom) -> str:
-    """An invented account name, with a number behind # where there was one."""
+    """An account name, with a number behind # where there was one."""
     _, _, number = value.partition("#")
     name = f"{draw.choice(GIVEN)}_{draw.choice(STREETS)}{draw.digits(3)}".lower()
     return name + (f"#{draw.digits(4)}" if number else "")

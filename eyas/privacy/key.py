@@ -1,7 +1,5 @@
-"""The secret key of hashes and surrogates: where it is kept, its id, keyed hashes.
-
-With the key, a suspected value can be confirmed in a ledger; without it, a hash says only which
-values are equal.
+"""The secret key of hashes and surrogates. With it a suspected value can be confirmed in a ledger;
+without it a hash only says which values are equal.
 """
 
 from __future__ import annotations
@@ -21,16 +19,14 @@ HASH_DIGITS = 16
 
 
 def key_path() -> Path:
-    """The key file's place in the user's config folder."""
+    """The key file in the user's config folder."""
     folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(folder) / "eyas" / "privacy.key"
 
 
 def privacy_key() -> bytes:
-    """The key: from EYAS_PRIVACY_KEY, else from the key file, which is made at the first use and
-    readable by this user alone (mode 0600).
-
-    Raises ConfigError for a key that can be guessed and for a file that others can read.
+    """The key: from EYAS_PRIVACY_KEY, else from the key file, made at the first use with mode 0600.
+    Raises ConfigError for a key that can be guessed or a file that others can read.
     """
     if given := os.environ.get(VARIABLE, ""):
         if len(given) < SHORTEST:
@@ -59,12 +55,12 @@ def privacy_key() -> bytes:
 
 
 def key_place() -> str:
-    """Where `privacy_key` reads it: "variable" or "file"."""
+    """Where `privacy_key` reads: "variable" or "file"."""
     return "variable" if os.environ.get(VARIABLE) else "file"
 
 
 def _make(path: Path) -> None:
-    """Write the file whole or not at all. Of several processes, the first to link it wins."""
+    """Write the file whole or not at all; of several processes the first to link it wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -73,15 +69,13 @@ def _make(path: Path) -> None:
     try:
         os.link(partial, path)
     except FileExistsError:
-        pass  # another process was first: its key is the key
+        pass  # another process was first
     finally:
         partial.unlink()
 
 
 def keyed(key: bytes, *parts: str) -> bytes:
-    """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts are the same
-    bytes.
-    """
+    """HMAC-SHA256 over the parts, each with its length."""
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     return hmac.digest(
         key, b"".join(len(part).to_bytes(8, "big") + part for part in encoded), "sha256"
@@ -89,5 +83,5 @@ def keyed(key: bytes, *parts: str) -> bytes:
 
 
 def key_id(key: bytes) -> str:
-    """Tells one key from another without showing it; part of artifacts' identities."""
+    """Tells keys apart without showing them; part of artifacts' identities."""
     return keyed(key, "key id").hex()[:HASH_DIGITS]

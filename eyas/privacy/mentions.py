@@ -1,8 +1,7 @@
 """Every mention of the values that were found in a conversation, and which names are one name.
 
-A detector judges each place by itself: a name that it knows in one sentence it may miss in the
-next, in capitals, in a file's name or in the possessive. Here the values are known, and their
-places are looked for. The same search over what took their place shows whether one is left.
+A detector may miss in one sentence a name that it knows in the next: in capitals, in a file's name,
+in the possessive. The same search over what took their place shows whether one is left.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ LETTERS = str.maketrans(
 )  # fmt: skip
 ENDINGS = ("", "s", "es")  # of a name: the Bergs, Annas
 
-# Of a script without spaces a word is all that stands together
+# Of a script without spaces all that stands together is a word.
 WORD = re.compile(rf"[{SINGLE}]+|[^\W\d_{SINGLE}](?:[^\W\d_{SINGLE}]|[{MARKS}])*|\d+")
 SENTENCE_START = re.compile(r"(?:\A|[.!?:\n]|[.!?][\"')])\s*[\"'(]?$")
 SHORTEST_STEM = 3  # letters of a name that its forms share
-SHORTEST_VALUE = 4  # letters and digits; less is in too many texts by chance
+SHORTEST_VALUE = 4  # letters and digits; less is in texts by chance
 SHORTEST_SINGLE = 2  # characters of a script without spaces
 SEPARATOR = r"[\W_]{0,3}"  # between the letters and digits of a number
 DATE_SIGN = r"[\W_]{1,3}"  # between the numbers of a date
@@ -51,8 +50,7 @@ SUBJECT = re.compile(
 
 
 @functools.lru_cache(1 << 16)
-def bare_word(word: str) -> str:
-    """A word in small letters, without accents."""
+def _bare(word: str) -> str:
     if word.isascii():
         return word.lower()
     plain = unicodedata.normalize("NFKD", word.casefold().translate(LETTERS))
@@ -61,7 +59,7 @@ def bare_word(word: str) -> str:
 
 def name_key(word: str) -> str:
     """The form in which two spellings of a word are equal: folded, small letters, no accents."""
-    return bare_word(fold(word).text)
+    return _bare(fold(word).text)
 
 
 def stays(word: str) -> bool:
@@ -70,13 +68,13 @@ def stays(word: str) -> bool:
 
 
 def is_single(value: str) -> bool:
-    """Whether a name is of a script without spaces alone, where it is found as a whole."""
+    """Whether a name is of scripts without spaces alone, and found as a whole."""
     return all(map(IS_SINGLE.match, WORD.findall(value) or " "))
 
 
 def name_words(value: str) -> Iterator[str]:
-    """The words of a person's name that are the name: no title, no particle, no initial, no
-    possessive ending, nothing of a script without spaces.
+    """The words of a person's name without titles, particles, initials, possessive endings and what
+    is of a script without spaces.
     """
     for match in WORD.finditer(fold(value).text):
         word = match.group()
@@ -85,7 +83,7 @@ def name_words(value: str) -> Iterator[str]:
 
 
 def whole_parts(type: str, value: str) -> Sequence[str]:
-    """What of a value is found as a whole: all of it, but of a name what no `Names` holds."""
+    """What of a value is found as a whole: of a name what no `Names` holds."""
     if type != "PERSON" or is_single(value):
         return [value]
     return [word for word in WORD.findall(value) if IS_SINGLE.match(word)]
@@ -118,7 +116,7 @@ class Mentions:
     def complete(
         self, texts: Sequence[str], found: Sequence[Sequence[Finding]]
     ) -> list[list[Finding]]:
-        """The findings in each text, and every other mention of their values."""
+        """The findings in each text and every other mention of their values."""
         completed = []
         for text, findings in zip(texts, found, strict=True):
             taken = {place for one in findings for place in range(one.start, one.end)}
@@ -172,8 +170,8 @@ def _written(type: str, value: str) -> str:
 
 
 class Names:
-    """The names of the people of one conversation: which words are forms of one name, and which
-    are family names.
+    """The names of the people of one conversation: which words are forms of one name, which are
+    family names.
     """
 
     def __init__(self, values: Sequence[str]) -> None:
@@ -195,15 +193,13 @@ class Names:
         self.family = last - first
 
     def base(self, word: str) -> tuple[str, str]:
-        """The key of the name that a word is a form of, else its own; and the ending that it adds
-        to that name.
-        """
+        """The key of the name that a word is a form of, else its own; and the ending it adds."""
         key = name_key(word)
         base = self._bases.get(key) or self._same_stem(key) or key
         return base, key.removeprefix(base) if key.startswith(base) else ""
 
     def knows(self, word: str) -> bool:
-        """Whether a word is one of the names, in any form."""
+        """Whether a word is a form of a name."""
         key = name_key(word)
         return key in self._bases or bool(self._same_stem(key))
 
@@ -222,7 +218,6 @@ class Names:
 
     @staticmethod
     def _is_name(text: str, match: re.Match[str], key: str) -> bool:
-        """Whether a word that is written like a name is one here."""
         if match.group()[0].islower():
             return len(key) > SHORTEST_STEM and key not in WORDS and looks_like_name(key)
         if key not in WORDS or not _starts_sentence(text, match):
@@ -230,12 +225,10 @@ class Names:
         return not SUBJECT.match(text, match.end())
 
     def _is_form(self, text: str, match: re.Match[str], key: str) -> bool:
-        """Whether a word with a capital is a form of a name, rather than a word of the language."""
         is_word = key in WORDS or self._same_stem(key) in WORDS
         return bool(self._same_stem(key)) and not (is_word and _starts_sentence(text, match))
 
     def _same_stem(self, key: str) -> str:
-        """The name with which a word shares a stem, or ""."""
         return next((self._stems[stem] for stem in _stems_of(key) if stem in self._stems), "")
 
 

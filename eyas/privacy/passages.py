@@ -1,5 +1,5 @@
-"""The passages of a text: prose, in which names are searched for, and code, in which only patterns
-are.
+"""The passages of a text: prose, where names are searched for, and code, where only
+patterns are.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from eyas.language import CODE_ONLY, language
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passage:
-    """Characters [start, end) of a text, in one language of `eyas.language`, UNKNOWN, or CODE_ONLY
-    for code, formulas and addresses of pages.
+    """Characters [start, end) of a text. language: of `eyas.language`, UNKNOWN, or CODE_ONLY for
+    code, formulas and links.
     """
 
     start: int
@@ -28,9 +28,7 @@ class Passage:
 
 
 def passages(texts: Sequence[str]) -> list[list[Passage]]:
-    """The passages of each text of a conversation, by place, without gaps. Prose has the language
-    of the conversation.
-    """
+    """The passages of each text of a conversation, without gaps; prose has its language."""
     spoken = language("\n".join(filter(None, texts)))
     found: list[list[Passage]] = []
     for text in texts:
@@ -45,6 +43,6 @@ def passages(texts: Sequence[str]) -> list[list[Passage]]:
 
 
 def is_foreign(text: str) -> bool:
-    """Whether most letters are none of ASCII: a Greek question ends in the sign of a statement."""
+    """Whether most letters are not ASCII: a Greek question ends in the sign of a statement."""
     letters = [*filter(str.isalpha, text)]
     return 2 * sum(map(str.isascii, letters)) < len(letters)

@@ -1,8 +1,6 @@
 """Values that a pattern and a check find: mail and IP addresses, cards, accounts, US social
-security numbers, telephone numbers, wallets, links.
-
-Each function takes a text as `spelling.plain` gives it and yields spans [start, end). A cheap look
-comes first, since most prompts hold none.
+security numbers, telephone numbers, wallets, links. Each function takes a text of `spelling.plain`,
+yields spans [start, end), and begins with a cheap look, since most prompts hold none.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import functools
 import hashlib
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import phonenumbers
 from stdnum import bitcoin, iban, luhn
@@ -23,8 +21,8 @@ from eyas.privacy.spelling import LISTS, Span, cue, joined
 
 CUE_DISTANCE = 40  # characters between a cue word and the value behind it
 
-# Generic top-level domains that need no word such as "mail" before the address, as others do:
-# `self.w@layer.weight` is code. Those of the countries are added.
+# Top-level domains that need no word such as "mail" before the address:
+# `self.w@layer.weight` is code.
 DOMAINS = [*LISTS["domains"].split(), *map(str.lower, sorted(phonenumbers.SUPPORTED_REGIONS))]
 _LOCAL = r"\w.!#$%&'*+=?^`{}~-"  # characters of an address before the @
 
@@ -51,22 +49,19 @@ MOST_OF_SECTION = 30  # four such parts without a cue number a section, or a ver
 RESOLVERS = frozenset(LISTS["resolvers"].split())
 
 CARD = re.compile(joined("issuers"))
-# Each layout is tried by itself, since an expiry date or a security code may follow as one more
-# group of digits.
-CARD_LAYOUTS = {
-    "one run": r"\d{12,19}",
-    "4-4-4-4": r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}",
-    "4-4-4-4-3": r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}\1\d{3}",
-    "6-13": r"\d{6} \d{13}",
-    "4-6-5": r"\d{4}([ -])\d{6}\1\d{4,5}",
-    "4-4-5": r"\d{4}([ -])\d{4}\1\d{4,5}",
-}
-CARDS = [
-    re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS.values()
-]
-BARE_CARD = 12  # digits, in groups of four those of many numbers, that need a cue
+# Each by itself: an expiry date or a security code may follow as one more group.
+CARD_LAYOUTS = (
+    r"\d{12,19}",
+    r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}",
+    r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}\1\d{3}",
+    r"\d{6} \d{13}",
+    r"\d{4}([ -])\d{6}\1\d{4,5}",
+    r"\d{4}([ -])\d{4}\1\d{4,5}",
+)
+CARDS = [re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS]
+BARE_CARD = 12  # digits that need a cue: many numbers have them in groups of four
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
-# The same between separators of any kind; a line of a column has more of its like beside it.
+# The same between any separators; a line of a column has more of its like beside it.
 CARD_SEPARATOR = r"(?:[^\w$€£,%]{1,7}|_{1,3})"
 LOOSE_CARDS = [
     re.compile(
@@ -76,10 +71,10 @@ LOOSE_CARDS = [
     )
     for layout in ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 5))
 ]
-# four digits that are no date of expiry
+# Four digits that are no date of expiry
 ONE_MORE = re.compile(rf"{CARD_SEPARATOR}(?!(?:0[1-9]|1[0-2])\d\d)\d{{4}}(?!\d)")
 ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
-# Beside a word for a card, any separators and groups do.
+# Beside a word for a card any separators and groups will do.
 CARD_CUE = re.compile(cue(joined("card")) + r"|^\W{1,3}(?:0[1-9]|1[0-2])/\d\d\b", re.I)
 CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\d)")
 CARD_LENGTHS = (16, 15, 19, 14, 13)
@@ -96,15 +91,15 @@ ACCOUNT_NUMBER = re.compile(
 )
 SIX_DIGITS = re.compile(r"\d[\d -]{4,22}\d")
 NO_ACCOUNT = re.compile(joined("no account"), re.I)
-SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
+ACCOUNT_LENGTHS = range(34, 14, -1)  # letters and digits: Malta has 31, Norway 15
 
 SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
-# beside a cue word: bare, or with any separators
+# Beside a cue: bare, or with any separators
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
-# Directly before a number: a thing whose part, a program whose version it is. Closed lists: any
-# other word may be a person's.
+# Directly before a number: a thing whose part, a program whose version it is. The lists are closed:
+# any other word may be a person's.
 PART = re.compile(rf"(?<![^\W_])(?:{joined('parts')})[ ]{{1,2}}\(?\Z", re.I)
 PROGRAM = re.compile(rf"(?<![^\W_])(?:{joined('programs')})(?:[ ]{{1,2}}\(?|-)\Z", re.I)
 
@@ -120,30 +115,30 @@ PHONE = re.compile(
     re.I,
 )
 PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์", re.I)
-# Without a cue a national number shows itself by its country's own groups: North America's, or
-# those behind a trunk 0 in PHONE_REGIONS.
+# Without a cue a national number needs its country's own groups: North America's, or those behind a
+# trunk 0 in PHONE_REGIONS.
 NORTH_AMERICAN = re.compile(r"(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-. ]\d{4}")
 NO_PHONE = re.compile(joined("no phone"))
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
-# Two numbers side by side have ten groups at most; more are a row of a table of numbers.
+# Two numbers side by side have ten groups at most; more are a row of a table.
 ROW = re.compile(r"(?<![\w.,])\d{1,6}(?:[ \t]\d{1,6}){10,}(?![\w/(-]|\.\d)")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
 LONGEST_PHONE = 48  # characters
 PHONE_DIGITS = range(7, 22)  # with an extension
 MOST_GROUPS = 6  # of digits, in a number as its country writes it
 LONGEST_BARE = 11  # digits of a mobile number that needs no cue where its language is spoken
-# Where one number of a run may end and the next begin.
+# Where one number of a run may end and the next begin
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 40, 12  # characters beside a number in which a cue counts
 FAR_BEFORE = 80  # the same within a sentence, for a number that holds
 SENTENCE = re.compile(r"[^.!?;\n]*\Z")
 JUST_BEHIND = re.compile(rf".{{0,{NEAR_AFTER}}}\w*", re.S)
-# "... is my telephone number": farther away, but of this number.
+# "... is my telephone number": farther away
 STATED = re.compile(
     r"[\"')\]]?(?:,? (?:that|this|which|it)(?:'s| is| was)| (?:is|was|ist|war|es|est|é|è|är|er)) "
     r"[^\n.;!?\d]{0,32}\w*"
 )
-# Words that say that a number is no person's; those of any talk.
+# Words that say that a number is no person's; words of any talk
 GOODS, TALK = (
     re.compile(rf"(?<![^\W\d_])(?:{joined(kind)})(?![^\W\d_])", re.I) for kind in ("goods", "talk")
 )
@@ -153,12 +148,12 @@ BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 RIPPLE = "rpshnaf39wBUDNEGHJKLM4PQRST7VWXYZ2bcdeCg65jkm8oFqi1tuvAxyz"
 BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 BECH32_CONST, BECH32M_CONST = 1, 0x2BC830A3  # BIP 173, BIP 350
-# Bitcoin 1 and 3, Litecoin L and M, Dogecoin D, Tron T, Zcash t, Ripple r.
+# Bitcoin 1 and 3, Litecoin L and M, Dogecoin D, Tron T, Zcash t, Ripple r
 BASE58_ADDRESS = re.compile(rf"(?<![\w+/])[13LMDTtr][{BASE58}]{{24,34}}(?![\w+/])")
 BECH32_ADDRESS = re.compile(
     r"(?<!\w)(?:bc|tb|ltc|addr|stake|cosmos|osmo|inj)1[02-9ac-hj-np-z]{11,110}(?!\w)", re.I
 )
-# Known by their form alone, or by a word: Ethereum, Stellar, Monero, TON; Solana.
+# By their form alone: Ethereum, Stellar, Monero, TON; by a word: Solana.
 OTHER_ADDRESS = re.compile(
     rf"(?<![\w+/-])(?:0x[0-9a-fA-F]{{40}}|G[A-D][A-Z2-7]{{54}}|[48][0-9AB][{BASE58}]{{93}}|[EU]Q[\w-]{{46}})"
     rf"(?![\w+/-])|\bsol(?:ana)?\b[^\n]{{0,24}}?(?<!\w)(?P<sol>[{BASE58}]{{43,44}})(?!\w)",
@@ -178,9 +173,7 @@ TOKEN_IN_URL = re.compile(joined("link tokens"), re.I)
 
 
 def mails(text: str) -> Iterator[Span]:
-    """Mail addresses under a country's or a common top-level domain; under any behind a word such
-    as "mail".
-    """
+    """Mail addresses under a country's or a common top-level domain, or behind a word for mail."""
     if "@" in text:
         for match in MAIL.finditer(text):
             if not match["address"].startswith("git@"):  # a host's account for all
@@ -192,7 +185,7 @@ def mails(text: str) -> Iterator[Span]:
 
 def ip_addresses(text: str) -> Iterator[Span]:
     """Addresses of both versions, with a network's length too. Private, local and documentation
-    addresses and the public resolvers identify nobody; four small parts may number a section.
+    addresses and public resolvers identify nobody; four small parts may number a section.
     """
     for pattern, sign in ((IPV4, "."), (IPV6, ":")):
         for match in pattern.finditer(text) if sign in text else ():
@@ -215,14 +208,13 @@ def ip_addresses(text: str) -> Iterator[Span]:
 
 
 def cards(text: str) -> Iterator[Span]:
-    """Numbers of an issuer, with its length and a right check digit: in the groups of a card, or in
+    """Numbers of an issuer, of its length, with a right check digit: in the groups of a card, or in
     any or none beside a word for one.
     """
     if not MAYBE_CARD.search(text):
         return
-    for place, match in (
-        (at, match) for at, one in enumerate(CARDS) for match in one.finditer(text)
-    ):
+    found = ((at, match) for at, one in enumerate(CARDS) for match in one.finditer(text))
+    for place, match in found:
         if is_card(re.sub(r"\D", "", match.group())):
             said = says(text, *match.span(), CARD_CUE, holds=True)
             is_long = sum(map(str.isdigit, match[0])) > BARE_CARD
@@ -238,49 +230,51 @@ def cards(text: str) -> Iterator[Span]:
             yield match.span()
     if CARD_CUE.search(text):
         for match in CARD_RUN.finditer(text):
-            if says(text, *match.span(), CARD_CUE, holds=True):
-                yield from _card_at_start(text, *match.span())
+            if says(text, *match.span(), CARD_CUE, holds=True):  # an expiry date may follow
+                yield from _beginning(text, match.span(), str.isdigit, CARD_LENGTHS, is_card)
 
 
 def is_card(digits: str) -> bool:
-    """Whether the digits are as many as a card of their issuer has, with a right check digit."""
+    """Whether the digits are of an issuer's length, with a right check digit."""
     return CARD.fullmatch(digits) is not None and luhn.is_valid(digits)
 
 
-def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
-    """The card that a run of digits begins with; an expiry date may follow."""
-    places = [place for place in range(start, end) if text[place].isdigit()]
-    for length in CARD_LENGTHS:
-        ends_group = length == len(places) or (
-            length < len(places) and places[length] > places[length - 1] + 1
-        )
-        if ends_group and is_card("".join(text[place] for place in places[:length])):
-            yield start, places[length - 1] + 1
+def _beginning(
+    text: str,
+    span: Span,
+    counts: Callable[[str], bool],
+    lengths: Iterable[int],
+    is_one: Callable[[str], bool],
+) -> Iterator[Span]:
+    """The beginning of a span with the first of the lengths that ends a group and passes a check.
+    counts: which characters do.
+    """
+    places = [place for place in range(*span) if counts(text[place])]
+    for length in (one for one in lengths if one <= len(places)):
+        end = places[length - 1] + 1
+        ends_group = not counts(text[end : end + 1])
+        if ends_group and is_one("".join(text[place] for place in places[:length])):
+            yield span[0], end
             return
 
 
+def is_account(letters: str) -> bool:
+    """Whether the letters and digits are an IBAN's."""
+    return bool(iban.is_valid(letters, False))
+
+
 def accounts(text: str) -> Iterator[Span]:
-    """IBANs: the form of their country and right check digits, between separators of any kind; the
-    digits behind "account number".
-    """
+    """IBANs with right check digits, between any separators; the digits behind "account number"."""
     for match in ACCOUNT.finditer(text):
-        start, end = match.span(1)
-        places = [place for place in range(start, end) if text[place].isalnum()]
-        for length in range(len(places), SHORTEST_ACCOUNT - 1, -1):
-            last = places[length - 1] + 1
-            if text[last : last + 1].isalnum():
-                continue
-            if iban.is_valid("".join(text[place] for place in places[:length]), False):
-                yield start, last
-                break
+        yield from _beginning(text, match.span(1), str.isalnum, ACCOUNT_LENGTHS, is_account)
     for match in ACCOUNT_NUMBER.finditer(text) if SIX_DIGITS.search(text) else ():
         if not (match["word"] and NO_ACCOUNT.match(text, match.start("value"))):
             yield match.span("value")
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:
-    """US numbers in three groups with hyphens, and in any form beside a cue word. Areas 000, 666
-    and 9xx are never given.
+    """US numbers in three groups with hyphens, or in any form beside a cue. Areas 000, 666 and 9xx
+    are never given.
     """
     for pattern in (SSN, LOOSE_SSN) if SSN_CUE.search(text) else (SSN,):
         for match in pattern.finditer(text):
@@ -295,17 +289,15 @@ def social_security_numbers(text: str) -> Iterator[Span]:
 
 
 def is_part(text: str, start: int) -> bool:
-    """Whether the number at `start` is in the groups of an SSN and of a thing that the word before
-    it names: "filter 481-29-7730".
+    """Whether the number at `start` has the groups of an SSN and is a thing's: "filter
+    481-29-7730".
     """
     before = text[max(0, start - NEAR_BEFORE) : start]
     return SSN.match(text, start) is not None and PART.search(before) is not None
 
 
 def phones(text: str) -> Iterator[Span]:
-    """Telephone numbers: international, national of many countries, and short ones beside a word
-    such as "call".
-    """
+    """Telephone numbers: international, national, and short ones beside a word such as "call"."""
     if MAYBE_PHONE.search(text):
         place, rows = 0, [row.span() for row in ROW.finditer(text)]
         while run := PHONE.search(text, place):
@@ -315,17 +307,15 @@ def phones(text: str) -> Iterator[Span]:
 
 
 def _phones_in(text: str, start: int, end: int, rows: Sequence[Span]) -> list[Span]:
-    """The telephone numbers in the run of digits at [start, end): from the left, the longest each
-    time; in `rows` only beside a cue.
-
-    One begins where the run does, after a space, or with a bracket or plus; it ends where the next
-    could begin.
+    """The numbers in the run of digits at [start, end): from the left, the longest each time; in
+    `rows` only beside a cue. One begins where the run does, after a space, or with a bracket or
+    plus; it ends where the next could begin.
     """
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
     breaks = (text[start:begin].rstrip(" .-/\n") for begin in starts[1:])
     ends = [*(start + len(before) for before in breaks), end]
     places = [place for place in range(start, end) if text[place].isdigit()]
-    # Without a cue anywhere near the run, none of its parts has one. A run may cross a line.
+    # Without a cue near the run none of its parts has one. A run may cross a line.
     near = text[max(0, start - FAR_BEFORE) : end + FAR_BEFORE].replace("_", " ")
     has_cue = PHONE_CUE.search(near) or any(column(text, begin) for begin in starts)
     found: list[Span] = []
@@ -349,11 +339,9 @@ def _phones_in(text: str, start: int, end: int, rows: Sequence[Span]) -> list[Sp
 
 
 def _is_phone(text: str, start: int, end: int, has_cue: bool) -> bool:
-    """Whether the digits at [start, end) are a telephone number.
-
-    Yes if written internationally (`+` and 8 to 15 digits), if the word beside them says so (7 to
-    15 digits), or if they are a valid number in the groups in which its country writes it. has_cue:
-    whether there may be such a word.
+    """Whether the digits are written internationally (`+` and 8 to 15 of them), or the word beside
+    them says so (7 to 15), or they are a valid number in its country's groups. has_cue: there may
+    be such a word.
     """
     value = re.split(r"\s?(?:x|ext)", text[start:end], flags=re.I)[0]
     num_digits = len(re.findall(r"\d", value))
@@ -388,14 +376,13 @@ def _is_phone(text: str, start: int, end: int, has_cue: bool) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _regions(text: str) -> Sequence[str]:
-    """Countries where the text's language is spoken."""
     language = next((code for code, script in SCRIPTS.items() if script.search(text)), "")
     return LANGUAGE_REGIONS.get(language or spoken_language(text), ())
 
 
 def _is_field(text: str, start: int, end: int) -> bool:
-    """Whether a comma between the digits and others, if there is one, parts fields of CSV: there is
-    one behind it, several before it, or names of columns above; else it is a decimal one.
+    """Whether no decimal comma is beside the number: one that parts fields of CSV has another
+    behind the number, several before it, or names of columns above.
     """
     before, after = text[max(0, start - 2) : start], text[end : end + 2]
     if not (re.match(r",\d", after) or re.match(r"\d,", before)):
@@ -416,8 +403,8 @@ def _is_log(line: str) -> bool:
 
 
 def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
-    """Whether it is a valid number of a country in the groups in which it is written there; where
-    its language is spoken also a mobile number in threes or, of eleven digits, in one.
+    """Whether it is a valid number in the groups of its country; where its language is spoken also
+    a mobile number in threes or, of eleven digits, in one group.
     """
     groups = re.findall(r"\d+", value)
     if len(groups) == 1 and not (is_spoken and len(value) >= LONGEST_BARE):
@@ -437,7 +424,7 @@ def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
 
 @functools.cache
 def _groups_of(region: str) -> re.Pattern[str]:
-    """A country's groups of digits, a trunk 0 before the first: cheaper than phonenumbers."""
+    """A country's groups, a trunk 0 before the first: cheaper than phonenumbers."""
     country = phonenumbers.PhoneMetadata.metadata_for_region(region)
     forms = {str(one.pattern) for one in country.number_format} if country else set()
     groups = [one.replace(")(", " ").strip("()") for one in sorted(forms) if ")(" in one]
@@ -449,15 +436,12 @@ def _is_valid(region: str, value: str) -> bool:
     return number is not None and phonenumbers.is_valid_number(number)
 
 
-# What a number is.
-
-
 def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = False) -> bool | None:
     """Whether the number at [start, end) is what `cue` names: by the heading of its column, else by
-    the words before it, of which one for goods counts more where it is nearer, else by a cue behind
-    it. False: another kind of number is named; None: nothing is. holds: its check or its country's
-    groups are right: any cue beside it will do; without a table words of any talk do not count, and
-    those for goods only next to it.
+    the words before it, of which a nearer one for goods counts more, else by a cue behind it.
+    False: another kind of number is named; None: nothing is. holds: its check or groups are right,
+    so any cue beside it will do; without a table words of talk do not count, those for goods only
+    next to it.
     """
     is_named, has_cue, has_goods, has_talk = _before(text, start, cue)
     behind, stated = JUST_BEHIND.match(text, end), STATED.match(text, end)
@@ -475,8 +459,8 @@ def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = Fa
 
 @functools.lru_cache(maxsize=64)
 def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bool, bool]:
-    """Whether the cue names it by what stands before it, a cue stands there at all, a word for
-    goods, one of talk; a run of digits is asked for each place where one ends.
+    """Of what stands before a number: whether the cue names it, whether there is a cue at all, a
+    word for goods, one of talk.
     """
     heading = column(text, start)
     near = text[max(0, start - NEAR_BEFORE) : start].replace("_", " ")
@@ -497,7 +481,7 @@ def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bo
 
 
 def column(text: str, place: int) -> str:
-    """The heading of the column of CSV or of a table in which a place lies; "" for none."""
+    """The heading of the column of a table in which a place lies, or ""."""
     lines, tops, signs = _tables(text)
     row = bisect.bisect_right(lines, place) - 1
     if tops[row] == row:
@@ -509,8 +493,8 @@ def column(text: str, place: int) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _tables(text: str) -> tuple[list[int], list[int], list[str]]:
-    """Where each line begins; the first of the lines up to it with as many of its sign between
-    cells; that sign.
+    """Of each line: where it begins; the first line of its table, which all have as many of one
+    sign between cells; that sign.
     """
     lines, tops, signs, counts = [0], list[int](), list[str](), list[int]()
     for number, line in enumerate(text.split("\n")):
@@ -524,7 +508,7 @@ def _tables(text: str) -> tuple[list[int], list[int], list[str]]:
 
 
 def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
-    """The numbers that a value may be: by its prefix, else each valid one of PHONE_REGIONS."""
+    """The numbers that a value may be: by its prefix, else of each of PHONE_REGIONS."""
     if value.startswith("+"):
         number = _parsed("", value)
         if number is not None:
@@ -545,7 +529,7 @@ def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
 
 
 def wallets(text: str) -> Iterator[Span]:
-    """Wallet addresses: Base58Check and Bech32 with a right check, others by their form."""
+    """Wallet addresses: Base58Check and Bech32 by their check, others by their form."""
     if not LONG_WORD.search(text):
         return
     for pattern, valid in ((BASE58_ADDRESS, is_base58check), (BECH32_ADDRESS, is_bech32)):
@@ -557,8 +541,8 @@ def wallets(text: str) -> Iterator[Span]:
 
 
 def is_base58check(address: str, sizes: tuple[int, ...] = (25, 26)) -> bool:
-    """Whether it is a version, a hash of 20 bytes, and four bytes of their double SHA-256; or, of
-    other sizes, a key.
+    """Whether it ends in four bytes of the double SHA-256 of the rest, and has one of the sizes:
+    those of an address, in bytes.
     """
     if address[0] == "r":
         address = address.translate(str.maketrans(RIPPLE, BASE58))
@@ -568,7 +552,7 @@ def is_base58check(address: str, sizes: tuple[int, ...] = (25, 26)) -> bool:
 
 
 def is_bech32(address: str) -> bool:
-    """Whether the last six letters are the check of BIP 173 or of BIP 350."""
+    """Whether the last six letters are the check of BIP 173 or BIP 350."""
     if address not in (address.lower(), address.upper()):
         return False
     prefix, _, data = address.lower().rpartition("1")

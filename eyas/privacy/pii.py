@@ -6,16 +6,15 @@
     mask        its type takes its place, such as <EMAIL_ADDRESS>
     keep        the type is not searched for
 
-A row that holds an account, a card or a key seldom holds nothing else, and no detector finds all of
-the rest: those rows go. Surrogates are the default for what reaches a person: the text stays like
-the traffic that the head will see, and a name that was missed is hidden among invented ones
-(Carrell et al., "Hiding in plain sight", JAMIA 2013). A place or a link alone identifies nobody.
+A row with an account, a card or a key often holds more that no detector finds: those rows go. Else
+surrogates are the default: the text stays like the traffic that the head will see, and a name that
+was missed is hidden among invented ones (Carrell et al., "Hiding in plain sight", JAMIA 2013). A
+place or a link alone identifies nobody.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,12 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from eyas.errors import ConfigError
 from eyas.privacy import invented
 from eyas.privacy.attributes import (
-    PLATE,
     birth_dates,
     coordinates,
     handles,
-    is_plate,
     mac_addresses,
+    plates,
 )
 from eyas.privacy.identifiers import is_named, national_ids
 from eyas.privacy.invented import KeyedRandom
@@ -61,17 +59,15 @@ HASH_DIGITS = 16
 class PiiType:
     """A type of personal data or secret.
 
-    name: in findings, masks, settings and reports. action: by default; None: as `policy` says.
-    example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a
-    text as `spelling.plain` gives it; None: a name, found by `entities`. surrogate: an invented
-    value in place of one; None: a person's, word by word (`surrogates`). is_numbered: case and
-    separators do not tell two values apart, and a surrogate keeps those of the place. sign:
-    what may stand before the value or not. is_named: whether a word beside [start, end) of a text
-    says what it is; if none does, the default action is not to drop the row, but what `policy`
-    says. is_reserved: whether a value is one set aside for examples. is_windowed: long texts are
-    searched in pieces (`detector.in_windows`); keys may be longer than a piece, a number's column
-    has its heading at the top, and links are found in linear time. has_digit: each value holds one,
-    so a text without digits is not searched.
+    action: by default; None: as `policy` says. example: a text with a value between ⟨ and ⟩. find:
+    the places of values in a text of `spelling.plain`; None: a name, found by `entities`.
+    surrogate: an invented value in place of one; None: a person's, word by word (`surrogates`).
+    is_numbered: case and separators do not tell two values apart, and a surrogate keeps them. sign:
+    may stand before the value. is_named: whether a word beside [start, end) of a text says what it
+    is; if none does, `policy` says what is done. is_reserved: whether a value is set aside for
+    examples. is_windowed: long texts are searched in pieces (`detector.in_windows`); not so keys,
+    which may be longer, numbers, whose column has its heading at the top, and links, found in
+    linear time. has_digit: a text without digits is not searched.
     """
 
     name: str
@@ -87,19 +83,10 @@ class PiiType:
     has_digit: bool = False
 
 
-def matching(pattern: re.Pattern[str], is_one: Callable[[str], bool] = bool) -> Search:
-    """The search for a pattern's group `value` that passes a check."""
+Number = functools.partial(PiiType, is_numbered=True, has_digit=True)
 
-    def find(text: str) -> Iterator[Span]:
-        for match in pattern.finditer(text):
-            if is_one(match["value"]):
-                yield match.span("value")
-
-    return find
-
-
-# The order is a rank: findings that overlap become one of the type that comes first, and a row that
-# is dropped is counted under it. To add a type, add its entry: nothing else names it.
+# The order is a rank: overlapping findings become one of the first type, under which a dropped row
+# is counted. A new type is an entry here: nothing else names it.
 PII_TYPES = (
     PiiType(
         "PRIVATE_KEY",
@@ -134,48 +121,40 @@ PII_TYPES = (
         invented.same_form,
         is_windowed=False,
     ),
-    PiiType(
+    Number(
         "CREDIT_CARD",
         "drop",
         "⟨4242-4242-4242-4242⟩",
         cards,
         invented.card,
-        is_numbered=True,
         is_named=functools.partial(says, cue=CARD_CUE),
         is_windowed=False,
         is_reserved=invented.is_test_card,
-        has_digit=True,
     ),
-    PiiType(
+    Number(
         "IBAN_CODE",
         "drop",
         "⟨GB29 NWBK 6016 1331 9268 19⟩",
         accounts,
         invented.iban,
-        is_numbered=True,
-        has_digit=True,
     ),
-    PiiType(
+    Number(
         "US_SSN",
         "drop",
         "⟨219-45-9876⟩",
         social_security_numbers,
         invented.social_security_number,
-        is_numbered=True,
         is_named=functools.partial(says, cue=SSN_CUE),
         is_windowed=False,
-        has_digit=True,
     ),
-    PiiType(
+    Number(
         "NATIONAL_ID",
         "drop",
         "⟨54362315K⟩",
         national_ids,
         invented.national_id,
-        is_numbered=True,
         is_named=is_named,
         is_windowed=False,
-        has_digit=True,
     ),
     PiiType("CRYPTO", None, "⟨1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa⟩", wallets, invented.wallet),
     PiiType(
@@ -189,16 +168,14 @@ PII_TYPES = (
     PiiType(
         "IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address, has_digit=True
     ),
-    PiiType(
+    Number(
         "PHONE_NUMBER",
         None,
         "⟨(212) 736-5000⟩",
         phones,
         invented.phone,
-        is_numbered=True,
         is_windowed=False,
         is_reserved=invented.is_fictional_phone,
-        has_digit=True,
     ),
     PiiType(
         "DATE_OF_BIRTH",
@@ -208,14 +185,12 @@ PII_TYPES = (
         invented.birth_date,
         has_digit=True,
     ),
-    PiiType(
+    Number(
         "LICENSE_PLATE",
         None,
         "license plate: ⟨7ABC-123⟩",
-        matching(PLATE, is_plate),
+        plates,
         invented.same_form,
-        is_numbered=True,
-        has_digit=True,
     ),
     PiiType(
         "MAC_ADDRESS",
@@ -259,7 +234,7 @@ NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
 
 def canonical(type: str, value: str) -> str:
     """The form in which two mentions of a value are equal: folded, without case; of numbers without
-    separators, of telephone numbers without the country's or the trunk's digits either; of dates in
+    separators and, of telephone numbers, without the country's or the trunk's digits; of dates in
     digits the numbers, the year last.
     """
     value = plain(value).text.casefold()
@@ -273,12 +248,11 @@ def canonical(type: str, value: str) -> str:
 
 
 def value_hash(key: bytes, type: str, value: str) -> str:
-    """16 hex digits that are equal for equal values of a type under one key."""
+    """16 hex digits, equal for equal values of a type under one key."""
     return keyed(key, "value", type, canonical(type, value)).hex()[:HASH_DIGITS]
 
 
 def _by_default() -> str:
-    """The types of each default action, for the help text."""
     actions: dict[str, list[str]] = {}
     for one in PII_TYPES:
         actions.setdefault(one.action or "as `policy` says", []).append(one.name.lower())
@@ -319,7 +293,7 @@ class PrivacyConfig(BaseModel):
         return dict(sorted(named.items()))
 
     def action(self, type: str, has_cue: bool = True) -> Action:
-        """What is done about a value of this type. has_cue: whether a word beside it says so."""
+        """What is done about a value. has_cue: whether a word beside it says what it is."""
         if self.fictional and type in NAME_TYPES:
             return "keep"
         by_default = BY_NAME[type].action if has_cue else None
@@ -327,13 +301,11 @@ class PrivacyConfig(BaseModel):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The types that are searched for, by rank."""
+        """What is searched for, by rank."""
         return tuple(type for type in TYPES if self.action(type) != "keep")
 
     def first_that_drops(self, values: Iterable[tuple[str, str, int, int]]) -> str | None:
-        """The highest in rank of the types whose action is to drop the row. values: the type of
-        each, its text, and its characters [start, end) there.
-        """
+        """The highest type that drops the row. values: type, text, and characters [start, end)."""
         dropping = [
             type
             for type, text, start, end in values
@@ -348,6 +320,6 @@ def _has_cue(type: str, text: str, start: int, end: int) -> bool:
 
 
 EVERY_TYPE = PrivacyConfig(actions=dict.fromkeys(TYPES, "mask"))
-# Answers name public people and places, as they should; an e-mail address or a number that the
-# conversation does not hold is real somewhere.
+# Answers may name public people and places; an address or a number that the conversation does not
+# hold is real somewhere.
 ANSWER_POLICY = PrivacyConfig(policy="drop", actions=dict.fromkeys(NAME_TYPES, "keep"))

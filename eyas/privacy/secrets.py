@@ -1,34 +1,32 @@
-"""API keys, tokens, passwords and private keys, by the way they are written: with the plugins of
-detect-secrets that are patterns, and patterns of ours for what they lack. None is tried out.
-
-Its entropy plugins flag every ordinary prompt, and its keyword plugin takes code for passwords.
+"""API keys, tokens, passwords and private keys, by the patterns among detect-secrets' plugins and
+ours for what these lack. None is tried out. Its entropy plugins flag every ordinary prompt, its
+keyword plugin takes code for passwords.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from eyas.privacy.patterns import BASE58, is_base58check
 from eyas.privacy.spelling import LISTS, Span, joined
 
-# detect-secrets' modules. Not among them: JWT (leaves the signature), private keys
-# (only the heading), basic authentication (only the password; links are found whole), IP addresses,
-# keywords and entropy.
+# Of detect-secrets. Left out: JWT (leaves the signature), private keys (only the heading), basic
+# authentication (only the password; links are found whole), IP addresses, keywords and entropy.
 PLUGINS = LISTS["plugins"].split()
-# characters from which a pattern's group is the secret itself rather than its prefix
-SECRET_GROUP = 16
+SECRET_GROUP = 16  # characters of a pattern's group that is the secret rather than its prefix
 
 OURS = [re.compile(rf"(?<![A-Za-z0-9])(?:{written})") for written in LISTS["keys"]]
-# Any of the patterns above needs so many such characters in a row, a digit among them.
+# What every pattern above needs, a digit among them
 RUN = re.compile(r"[\w+/=~%.:-]{12,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
 # Behind a name such as `api_key`, in a header, from a client's constructor, in a cookie
 NAMED = [re.compile(written, re.I) for written in LISTS["named_keys"]]
-# The words of a wallet behind their name and a sign; without a sign, as many as BIP 39 allows.
+# The words of a wallet behind their name and a sign, or without one as many as BIP 39 allows
 SEED = re.compile(
     r"\b(?i:(?:seed|recovery|secret|backup|wallet|mnemonic) (?:phrase|words?)|mnemonic|seed)\b"
     r"(?P<sign>[^\n]{0,24}?(?:\b(?:is|are)\b|[:=\"'\n]))?\s{0,2}[\"']?"
@@ -41,12 +39,8 @@ WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
 ELSEWHERE = joined("password_elsewhere")
 WORDS = f"{joined('password')}|{ELSEWHERE}"
-# Between such a word and the value, in the languages of the words.
-IS = (
-    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak|är|er|je|là|adalah|este|on"
-    r"|είναι|היא|הוא)\s{1,3}"
-    r"|\s{0,3}(?:=>|[:=]{1,2}|是|为|為|は|는|은|—|–)\s{0,3})"
-)
+# Between such a word and the value
+IS = rf"(?:\s{{1,3}}(?:{joined('is')})\s{{1,3}}|\s{{0,3}}(?:{joined('is_sign')})\s{{0,3}})"
 PASSWORD = re.compile(
     rf"(?<![A-Za-z])(?:[a-z]+[_-])?(?:{WORDS})(?:[_-][a-z]+)?[\"'\])]{{0,2}}"
     r"(?: (?:for|to|of|on|für|von|para|от|для) [^\n:=\"]{1,40})?"
@@ -55,11 +49,11 @@ PASSWORD = re.compile(
     r"|(?P<bare>[^\s\"'`<>{}()\[\],;，。、；！]{4,64}))",
     re.I,
 )
-# In settings, where any value is one, and in code, where it must look like one.
+# In settings any value is one; in code it must look like one.
 SETTINGS, QUOTED = (
     [re.compile(written, re.I | re.M) for written in LISTS[name]] for name in ("settings", "quoted")
 )
-# Without a sign between: "with password X", and "the credentials are a / b", both of which go.
+# Without a sign between: "with password X"
 PASSWORD_NEXT = re.compile(
     r"(?<![A-Za-z])(?:"
     r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40}|login \S{1,40}"
@@ -71,35 +65,23 @@ PASSWORD_NEXT = re.compile(
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
     re.I,
 )
+# "the credentials are a / b", both of which go
 CREDENTIALS = re.compile(
-    r"(?<![A-Za-z])(?:credentials?|creds|user(?:name)? ?/ ?pass(?:word)?"
-    r"|log ?in(?: details| data| info)?|logins?|zugangsdaten|credenciales|identifiants)"
+    rf"(?<![A-Za-z])(?:{joined('credentials')})"
     r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
     r"(?:\s{1,2}(?:is|are|were|sind|son|sont)\s{1,2}|\s?[:=]\s{0,2})[\"'`]?"
     r"(?P<user>[^\s\"'`<>{}()\[\],;/|]{2,64})[\"'`]?\s?(?:/|\||,|:|and|und)\s?[\"'`]?"
     r"(?P<value>[^\s\"'`<>{}()\[\],;/|]{4,64})",
     re.I,
 )
-# On a command line: curl -u, sshpass -p, mysql -p.
 COMMANDS = [re.compile(written) for written in LISTS["commands"]]
-ALGORITHM = re.compile(
-    r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
-    re.I,
-)
+ALGORITHM = re.compile(rf"(?:{joined('algorithms')})[-_]?\d.*", re.I)
 # What the patterns above need, in small letters
 MAYBE_PASSWORD = re.compile(
     rf"{WORDS}|pass|pw|cred|log ?in|zugangsdaten|identifiants|[ -]key|\b(?:pin|curl|mysql|mariadb"
     r"|openssl|\w*client|redis-cli|net)\b"
 )
-# An example, or code that fetches the password from elsewhere.
-PLACEHOLDER = re.compile(
-    r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
-    r"(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}|x{3,}|[*.•_-]{3,}|none|null|true|false"
-    r"|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted"
-    r"|[$%^<&]\S*",
-    re.I,
-)
-
+PLACEHOLDER = re.compile(joined("no_password"), re.I)
 CODE = re.compile(r"://|^[a-z_]\w*(?:\.[a-z_]\w*[a-z_])+$|\.(?:com|org|net|io)\b|\d\.\d")
 
 KEY_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
@@ -111,8 +93,8 @@ SHORTEST_KEY = 40  # characters of a block; less is talk of keys
 
 
 def api_keys(text: str) -> Iterator[Span]:
-    """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
-    `api_key`.
+    """Keys and tokens by their makers' prefixes and layouts, the words of wallets, and long values
+    behind a name such as `api_key`.
     """
     is_long = any(map(_has_digit, RUN.findall(text)))
     if is_long:
@@ -132,45 +114,49 @@ def api_keys(text: str) -> Iterator[Span]:
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()
     if is_long:
-        for match in (match for named in NAMED for match in named.finditer(text)):
+        for match in _matches(NAMED, text):
             value, start = match["value"], match.start("value")
             if _has_digit(value) and re.search("[A-Za-z]", value):
                 yield start, start + len(value.rstrip(".-"))
 
 
 def passwords(text: str) -> Iterator[Span]:
-    """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
-    a word or code.
+    """What stands behind "password is", "pwd:" and the like and looks like one rather than a word
+    or code.
     """
-    if MAYBE_PASSWORD.search(text.lower()):
-        for match in PASSWORD.finditer(text):
-            group = "quoted" if match["quoted"] else "bare"
-            value = match[group] if group == "quoted" else match[group].rstrip(".,:")
-            if _is_password(value, quoted=group == "quoted"):
-                start = match.start(group)
-                yield start, start + len(value)
-        for match in (match for setting in SETTINGS for match in setting.finditer(text)):
-            if not PLACEHOLDER.fullmatch(match["value"]):
-                yield match.span("value")
-        for match in (match for quoted in QUOTED for match in quoted.finditer(text)):
-            if _is_password(match["value"], quoted=True):
-                yield match.span("value")
-        for match in PASSWORD_NEXT.finditer(text):
-            value = match["value"].rstrip(".,:?")
-            if _is_mixed(value):
-                yield match.start("value"), match.start("value") + len(value)
-        for match in (match for command in COMMANDS for match in command.finditer(text)):
-            if not PLACEHOLDER.fullmatch(match["value"].strip("\"'")):
-                yield match.span("value")
-        for match in CREDENTIALS.finditer(text):
-            value = match["value"].rstrip(".,:?")
-            if _is_password(value, quoted=False) and "=" not in value:
-                yield match.span("user")
-                yield match.start("value"), match.start("value") + len(value)
+    if not MAYBE_PASSWORD.search(text.lower()):
+        return
+    for match in PASSWORD.finditer(text):
+        group = "quoted" if match["quoted"] else "bare"
+        value = match[group] if match["quoted"] else match[group].rstrip(".,:")
+        if _is_password(value, bool(match["quoted"])):
+            yield match.start(group), match.start(group) + len(value)
+    for match in _matches(SETTINGS, text):
+        if not PLACEHOLDER.fullmatch(match["value"]):
+            yield match.span("value")
+    for match in _matches(QUOTED, text):
+        if _is_password(match["value"], quoted=True):
+            yield match.span("value")
+    for match in PASSWORD_NEXT.finditer(text):
+        value = match["value"].rstrip(".,:?")
+        if _is_mixed(value):
+            yield match.start("value"), match.start("value") + len(value)
+    for match in _matches(COMMANDS, text):
+        if not PLACEHOLDER.fullmatch(match["value"].strip("\"'")):
+            yield match.span("value")
+    for match in CREDENTIALS.finditer(text):
+        value = match["value"].rstrip(".,:?")
+        if _is_password(value, quoted=False) and "=" not in value:
+            yield match.span("user")
+            yield match.start("value"), match.start("value") + len(value)
+
+
+def _matches(patterns: Iterable[re.Pattern[str]], text: str) -> Iterator[re.Match[str]]:
+    return itertools.chain.from_iterable(one.finditer(text) for one in patterns)
 
 
 def private_keys(text: str) -> Iterator[Span]:
-    """Blocks of private keys from heading to end; of one that was cut, all that is left of it."""
+    """Blocks of private keys from heading to end; of a cut one all that is left."""
     for heading in KEY_BLOCK.finditer(text):
         body = KEY_BODY.match(text, heading.end())
         assert body is not None, "it may be empty"
@@ -197,7 +183,7 @@ def plugin_patterns() -> tuple[re.Pattern[str], ...]:
 
 
 def _secret(match: re.Match[str]) -> tuple[int, int]:
-    """The part of a match that is the secret: its longest group, unless all are short."""
+    """The longest group of a match, unless all are short."""
     spans = [match.span(group) for group in range(1, len(match.groups()) + 1) if match.group(group)]
     longest = max(spans, key=lambda span: span[1] - span[0], default=match.span())
     return longest if longest[1] - longest[0] >= SECRET_GROUP else match.span()
@@ -219,8 +205,8 @@ def _has_digit(value: str) -> bool:
 
 
 def _is_mixed(value: str) -> bool:
-    """Whether it is a password where no sign says so: letters, and digits or signs among them, no
-    call, no number with a unit, no name of an algorithm.
+    """Whether it is a password where no sign says so: letters with digits or signs among them, and
+    no call, number with a unit, or algorithm.
     """
     return (
         _is_password(value, quoted=False)

@@ -1,5 +1,5 @@
-"""A text as patterns are matched to it: folded, with mail addresses that people hide from programs
-in their usual spelling, and long numbers in digits.
+"""A text as patterns are matched to it: folded, hidden mail addresses in their usual spelling, long
+numbers in digits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FILES = resources.files("eyas.privacy")
 LISTS = yaml.safe_load((FILES / "patterns.yaml").read_text(encoding="utf-8"))
 Span = tuple[int, int]  # characters [start, end)
 
-# Mail addresses as people hide them from programs: (at), [dot], "at gmail dot com", spaces.
+# Mail addresses as people hide them: (at), [dot], "at gmail dot com", spaces
 AT_WORD, DOT_WORD = "at|@|ät|arroba|arobase|chiocciola", r"dot|\.|punkt|punto|point|ponto"
 BRACKETS = r" ?(?:\[ ?(?:{0}) ?\]|\( ?(?:{0}) ?\)|\{{ ?(?:{0}) ?\}}|< ?(?:{0}) ?>) ?"
 IN_BRACKETS = "[({<&%"
@@ -27,18 +27,9 @@ AT_ALONE, DOT_ALONE = (
     "dot|punto|ponto|punkt|kropka|точка",
 )
 DOMAIN_WORDS = rf"[\w-]+(?:[ _-](?:{DOT_ALONE})[ _-][\w-]+)+"
-FREE_MAIL = (
-    r"(?:gmail|googlemail|yahoo|hotmail|outlook|icloud|protonmail|proton|gmx|aol|msn|web|yandex"
-    r"|qq|163)\.[a-z]{2,3}\b"
-)
-# beside a spaced @, which is an operator too
-DOMAINS = "com|org|net|edu|gov|info|eu|de|fr|es|it|nl|uk|pl|se|ch|ru|jp|cn|br"
-# "look at gmail.com" is no address
-NO_LOCAL_PART = """
-    look looked is are was be me us mail email emails address account accounts arrive user users up
-    in on here only found available login anything not it them you and or
-"""
-BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in NO_LOCAL_PART.split())
+FREE_MAIL = rf"(?:{LISTS['free_mail'][0]})\.[a-z]{{2,3}}\b"
+DOMAINS = LISTS["spaced_domains"][0]
+BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in LISTS["no_local_part"].split())
 AT_SPELT = re.compile(
     rf"(?<=\w)[ _-](?:{AT_ALONE})[ _-](?={DOMAIN_WORDS})"
     r"|(?<=\w) arobase (?=[\w-]+ point [a-z])"
@@ -52,10 +43,10 @@ DOT_SPELT = re.compile(
     re.I,
 )
 MAYBE_SPELT = re.compile(rf"[ _-](?:{AT_ALONE})[ _-]|@", re.I)
-# a n n a @ w e b . d e; bounded, so that columns of digits take linear time
+# a n n a @ w e b . d e; bounded for linear time
 APART = re.compile(r"(?<!\w)\w(?: [\w.]){2,40} ?@ ?\w(?: [\w.]){4,60}(?!\w)")
-# Letters of scripts without spaces, or whose particles stand close to a word: where they touch a
-# Latin letter or a digit a value may begin or end, and \w sees no boundary. NFKC folds Latin first.
+# Letters of scripts without spaces, or whose particles touch a word: beside a Latin letter or a
+# digit a value may begin or end, where \w sees no boundary. NFKC folds Latin first.
 OTHER = "\u0530-\u1cff\u2e80-\ua4cf\ua840-\uabff\uac00-\ud7ff\uf900-\ufaff\ufb1d-\ufefc"
 TOUCHING = re.compile(
     rf"[{OTHER}](?=[A-Za-z0-9\u00c0-\u024f+(])|[A-Za-z0-9\u00c0-\u024f](?=[{OTHER}])"
@@ -104,9 +95,7 @@ def joined(name: str) -> str:
 
 
 def plain(text: str) -> FoldedText:
-    """The text as patterns are matched to it: folded, a space between scripts, mail addresses in
-    their usual spelling, long numbers in digits.
-    """
+    """The text as patterns are matched to it; a space is put between scripts."""
     folded = fold(text if text.isascii() else FOOTNOTE.sub(lambda mark: "^" * len(mark[0]), text))
     if not folded.text.isascii():
         folded = folded.sub(TOUCHING, lambda match: f"{match[0]} ")

@@ -1,9 +1,6 @@
 """Texts with their findings masked or replaced by invented values, the same throughout a
-conversation.
-
-A surrogate is drawn from HMAC-SHA256(key, conversation, type, which of the type it is), never from
-the value: it says nothing of what it hides, and texts that differ in their values alone become the
-same text.
+conversation. A surrogate is drawn from HMAC-SHA256(key, conversation, type, which of the type it
+is), never from the value: it says nothing of what it hides.
 """
 
 from __future__ import annotations
@@ -33,11 +30,10 @@ MOST_ATTEMPTS = 50  # before words are joined to make one that is not taken
 def clean(
     texts: Sequence[str], found: Sequence[Sequence[Finding]], config: PrivacyConfig, key: bytes
 ) -> list[str]:
-    """Each text of one conversation without its findings, none of which is of a type that drops.
+    """Each text of one conversation without its findings, none of which drops the row.
 
-    A value has one surrogate in all the texts, drawn for the conversation as it reads with every
-    value masked: conversations that differ in their values alone become the same one, and are
-    found to be duplicates.
+    A surrogate is drawn for the conversation with every value masked: conversations that differ in
+    their values alone become the same one, and are found to be duplicates.
     """
     conversation = BETWEEN.join(
         mask(text, findings) for text, findings in zip(texts, found, strict=True)
@@ -68,8 +64,8 @@ class Surrogates:
     """The invented values of one conversation."""
 
     def __init__(self, key: bytes, conversation: str, values: Iterable[tuple[str, str]]) -> None:
-        """conversation: tells it from others, such as its text without the values. values: type and
-        value of all that will be replaced; none of them is ever invented.
+        """conversation: tells it from others. values: type and value of all that will be replaced;
+        none of them is ever invented.
         """
         values = list(values)
         self._key, self._conversation = key, conversation
@@ -87,7 +83,7 @@ class Surrogates:
         self._counts: dict[str, int] = {}
 
     def of(self, type: str, value: str) -> str:
-        """The surrogate of this value, here and wherever it comes again."""
+        """The surrogate of a value, the same wherever it comes again."""
         value, kind = plain(value).text, BY_NAME[type]
         make = kind.surrogate
         if make is None:
@@ -103,7 +99,7 @@ class Surrogates:
             self._counts[kind] = ordinal = self._counts.get(kind, 0) + 1
             for attempt in itertools.count():
                 draw = KeyedRandom(self._key, self._conversation, kind, str(ordinal), str(attempt))
-                # From there on one more word each time: a pool of two has enough for anybody
+                # from there on one more word each time, so that no pool is exhausted
                 joined = max(0, attempt - MOST_ATTEMPTS + 1)
                 invented = make(draw) + "".join(make(draw).lower() for _ in range(joined))
                 if invented.casefold() not in self._taken and (
@@ -115,9 +111,7 @@ class Surrogates:
         return self._surrogates[kind, value]
 
     def _holds_value(self, invented: str) -> bool:
-        """Whether a name or a longer number of the conversation is within it, such as the year of
-        another date.
-        """
+        """Whether it holds a name or a longer number of the conversation, as the year of a date."""
         return any(
             len(word) >= LONG_NUMBER and word in self._taken
             if word.isdigit()
@@ -126,9 +120,7 @@ class Surrogates:
         )
 
     def _person(self, value: str) -> str:
-        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; in a script
-        without spaces as a whole.
-        """
+        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person."""
         if is_single(value):
             return self._surrogate("word", value, lambda draw: person(value, draw))
         parts, end = list[str](), 0
@@ -138,7 +130,6 @@ class Surrogates:
         return "".join([*parts, value[end:]])
 
     def _word(self, word: str, before: str) -> str:
-        """Of the name that the word is a form of, with the ending that it adds."""
         if stays(word) or (word in "sS" and before.endswith("'")):
             return word
         if word.isdigit():

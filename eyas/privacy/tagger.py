@@ -1,11 +1,10 @@
-"""What each token of a text is: the probabilities of a person's name, a street address, a place, an
-organisation, in any language.
+"""What each token of a text is, in any language: the probabilities of a person's name, a street
+address, a place, an organisation.
 
-A token is a word, a number, a sign, or one character of a script without spaces. It is described by
-hashed features (the word, its form, its beginnings, endings and runs of letters), whose vectors are
-summed and kept for tokens that come again. Three small convolutions look at the neighbours, and at
-a mean and a maximum over the whole text, which tell a story or a word problem from a letter.
-recipes/tagger.py trains the weights. Inference is NumPy.
+A token is a word, a number, a sign, or one character of a script without spaces. The vectors of its
+hashed features (the word, its form, its parts) are summed, and kept for tokens that come again.
+Three small convolutions look at the neighbours, and at a mean and a maximum over the whole text,
+which tell a story from a letter. recipes/tagger.py trains the weights. Inference is NumPy.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ DILATIONS = (1, 2, 4)  # of the three convolutions over five tokens
 GAP = 2 * DILATIONS[-1]
 MOST_WORDS = 1 << 16  # whose vectors are kept
 
-# Scripts without spaces, or whose particles stand close to a name: a token is a character.
+# Scripts without spaces, or whose particles touch a name: a token is a character.
 SINGLE = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
@@ -116,8 +115,8 @@ def hashed(text: str) -> int:
 
 
 def listed(key: str, lists: Mapping[str, frozenset[int]]) -> list[str]:
-    """Of which lists of names a key is: the word, or a character alone, with the one before, with
-    the one behind.
+    """The lists of names that hold a key: the word, or a character alone or with
+    either neighbour.
     """
     if len(key) != 4 or key[0] != "\0":
         number = hashed(key.lower())
@@ -133,10 +132,10 @@ def listed(key: str, lists: Mapping[str, frozenset[int]]) -> list[str]:
 
 
 class Tagger:
-    """Weights, and the probabilities that they give. version: tells weights from others.
+    """Weights, and the probabilities that they give.
 
-    table: [NUM_BUCKETS, D] int8, scale: [D]. layers: for each convolution its weight [5 D, H] and
-    bias. pool: [2 H, H], of the mean and the maximum. out: [H + D, labels], and its bias.
+    table: [NUM_BUCKETS, D] int8, scale: [D]; of each convolution the weight [5 D, H] and the bias;
+    pool: [2 H, H], of the mean and the maximum; out: [H + D, labels], and its bias.
     """
 
     def __init__(self, weights: dict[str, NDArray[np.generic]], version: str = "") -> None:
@@ -155,9 +154,7 @@ class Tagger:
         return (np.asarray(shares, np.float32) @ self._table[rows].astype(np.float32)) * self._scale
 
     def probabilities(self, texts: Sequence[Sequence[str]]) -> list[Floats]:
-        """[tokens, labels] of each text. Between two texts lie GAP rows of zeros, so that no token
-        sees another text.
-        """
+        """[tokens, labels] of each text. GAP rows of zeros keep the texts apart."""
         ends = np.cumsum([len(words) + GAP for words in texts])
         starts = [end - GAP - len(words) for end, words in zip(ends.tolist(), texts, strict=True)]
         if not sum(map(len, texts)):
@@ -184,7 +181,7 @@ class Tagger:
     def _of_texts(
         self, hidden: Floats, starts: Sequence[int], texts: Sequence[Sequence[str]]
     ) -> Floats:
-        """For each row what the mean and the maximum over its text add to it."""
+        """What the mean and the maximum over its text add to each row."""
         added = np.zeros((len(hidden), len(self._weights["bias1"])), np.float32)
         for start, words in zip(starts, texts, strict=True):
             if words:
@@ -216,5 +213,5 @@ def read_weights(packed: bytes) -> Tagger:
 
 @functools.cache
 def tagger() -> Tagger:
-    """The weights that come with eyas, read once a process."""
+    """The weights that come with eyas."""
     return read_weights((FILES / "weights" / "tagger.npz").read_bytes())
