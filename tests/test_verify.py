@@ -2,8 +2,6 @@
 
 from collections import defaultdict
 
-from itertools import product
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
