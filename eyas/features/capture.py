@@ -1,7 +1,5 @@
-"""Stage `capture`: finished conversations become feature samples: tokens, loss mask, three taps,
-last hidden state.
-
-Tokens and masks are those of the answers' records: no template and no tokenizer is asked.
+"""Stage `capture`: answers become feature samples: tokens, loss mask, three taps, last hidden
+state. Tokens and masks come from the answers' records, without template and tokenizer.
 """
 
 from __future__ import annotations
@@ -32,12 +30,7 @@ from eyas.features.answers import hold_to
 from eyas.features.fleet import FleetConfig
 from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, WorkerForward
 from eyas.features.marks import Mark
-from eyas.features.samples import (
-    CapturePlan,
-    SamplePlan,
-    forward_batches,
-    plan_samples,
-)
+from eyas.features.samples import CapturePlan, SamplePlan, forward_batches, plan_samples
 from eyas.features.state_proof import prove_by
 from eyas.features.states import StateFleet, start_commands
 from eyas.hub import PACKAGED, resolve_target
@@ -65,15 +58,10 @@ EVERY_HOST = (
 
 
 class CaptureConfig(Settings):
-    """Settings of the stage.
-
-    `dtype`: "auto" is the checkpoint's own for transformers' decoder and for servers, and for ours
-    as for every stage (`resolve_dtype`). `codec`, `teacher`: see shards.FeatureMeta; held-out
-    samples are stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every
-    sample is computed alone, and its bits depend on nothing beside it. `leave_out`: truncated
-    answers and loops are the target's own words, as a server will have to decode them, and stay.
-    `servers` (vLLM, SGLang: features.states) are proved by transformers on some of the samples, and
-    compute in `dtype`.
+    """`dtype`: "auto" is the checkpoint's for transformers and servers, else `resolve_dtype`.
+    `codec`, `teacher`: see shards.FeatureMeta; held-out samples are always exact. `batch_tokens`:
+    with 1 a sample's bits depend on nothing beside it. Truncated answers and loops stay by default:
+    a server decodes them too.
     """
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
@@ -111,20 +99,17 @@ class CaptureConfig(Settings):
 
     @property
     def has_workers(self) -> bool:
-        """Whether other processes compute."""
         return self.executor == "ray" or self.workers > 1
 
     def decoder_of(self, shape: TargetShape) -> str:
-        """`decoder` without "auto": transformers' where our own does not know the target, and where
-        there is a GPU.
-        """
+        """`decoder` without "auto": transformers' for unknown targets and on GPUs."""
         if self.decoder != "auto":
             return self.decoder
         on_gpu = self.device_map is not None or default_device() != "cpu"
         return "own" if isinstance(shape, TargetConfig) and not on_gpu else "transformers"
 
     def dtype_of(self, shape: TargetShape) -> Dtype:
-        """`dtype` without "auto". Raises MismatchError for "packed" where others than our decoder
+        """`dtype` without "auto". Raises MismatchError for "packed" if our decoder does not
         compute.
         """
         if self.servers or self.decoder_of(shape) == "transformers":
@@ -137,7 +122,6 @@ class CaptureConfig(Settings):
         return resolve_dtype(self.dtype, shape)
 
     def meta_of(self, shape: TargetShape, lm_head_sha256: str = "") -> FeatureMeta:
-        """What features of this target are of. Raises MismatchError for too few layers."""
         return FeatureMeta(
             taps=shape.default_taps,
             hidden_size=shape.hidden_size,
@@ -150,23 +134,17 @@ class CaptureConfig(Settings):
 
 
 def held_out_meta(meta: FeatureMeta) -> FeatureMeta:
-    """How held-out samples are stored: exactly."""
+    """Held-out samples are stored exactly."""
     return meta if meta.is_exact else meta.model_copy(update={"codec": "lossless"})
 
 
 class CaptureTask:
-    """What is captured from what. settings: the config as it enters an identity, with what "auto"
-    stands for.
-    """
+    """What is captured from what. settings: the config in the identity, without "auto"."""
 
     def __init__(
         self, config: CaptureConfig, answers: Artifact, splits: tuple[Split, ...] = SPLITS
     ) -> None:
-        """splits: those that are stored.
-
-        Raises MismatchError: another target wrote the answers, or the decoder in the settings does
-        not run it.
-        """
+        """Raises MismatchError for another target, or one that the decoder does not run."""
         made, folder = answers.manifest("generate"), resolve_target(config.target)
         if made.config.get("record") != RECORD:
             raise MismatchError(
@@ -194,9 +172,7 @@ class CaptureTask:
 
     @cached_property
     def plan(self) -> CapturePlan:
-        """What becomes of the answers. Raises EmptyInputError when none can be used, MismatchError
-        for tokens that the target has not.
-        """
+        """Raises EmptyInputError if no answer can be used, MismatchError for unknown tokens."""
         # servers decode a token behind the sample
         room = self.shape.max_position_embeddings - bool(self.config.servers)
         plan = plan_samples(read_answers(self.answers), room, self.config.leave_out)
@@ -216,7 +192,7 @@ class CaptureTask:
 
     @property
     def batch_tokens(self) -> int:
-        """Of a forward. A server is asked for one sample, which is stored as soon as it comes."""
+        """A server's samples are stored one by one."""
         return 1 if self.config.servers else self.config.batch_tokens
 
     def samples(self, split: Split) -> list[SamplePlan]:
@@ -224,11 +200,11 @@ class CaptureTask:
         return [one for one in self.plan.samples if split_of(one.prompt_id, share) == split]
 
     def batches(self, split: Split) -> list[list[SamplePlan]]:
-        """The forwards of a split: what the other split holds changes no value of this one."""
+        """The forwards of a split; its values do not depend on the other split."""
         return list(forward_batches(self.samples(split), self.batch_tokens))
 
     def counts(self) -> dict[str, int]:
-        """For the manifest: all answers, and samples and tokens of the splits that are stored."""
+        """For the manifest: all answers; samples and tokens of the stored splits."""
         plan = self.plan
         stored = {split: self.samples(split) if split in self.splits else [] for split in SPLITS}
         return {
@@ -241,14 +217,14 @@ class CaptureTask:
 
 
 def shape_for(config: CaptureConfig, folder: str) -> TargetShape:
-    """The target's shape. Raises MismatchError where our decoder is asked for and cannot."""
+    """Raises MismatchError if our decoder is asked for and cannot run the target."""
     return TargetConfig.from_folder(folder) if config.decoder == "own" else target_shape(folder)
 
 
 def open_forward(
     config: CaptureConfig, shape: TargetShape, folder: str, stores: bool = True
 ) -> FeatureForward:
-    """The decoder of the settings with the target loaded. stores: its samples are to be stored."""
+    """Load the decoder. stores: its samples are to be stored."""
     dtype, device = config.dtype_of(shape), "cpu"
     decoder: FeatureDecoder
     if config.decoder_of(shape) == "own":
@@ -264,8 +240,8 @@ def open_forward(
 
 
 def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureForward:
-    """`open_forward` on a host of its own. Raises MissingInputError or MismatchError where the
-    target is not there or is another one, and what loading raises.
+    """`open_forward` on another host. Raises MissingInputError or MismatchError if the target is
+    absent or another one there.
     """
     try:
         folder = resolve_target(config.target)
@@ -277,9 +253,7 @@ def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureFor
 
 
 def open_workers(task: CaptureTask) -> WorkerForward:
-    """The workers of a task, each with the target. Raises ConfigError where they would share a GPU
-    or Ray is not installed, and what loading raises.
-    """
+    """Raises ConfigError if workers would share a GPU or Ray is not installed."""
     config, settings = task.config, task.settings
     is_local = config.executor == "local"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -298,8 +272,8 @@ def open_workers(task: CaptureTask) -> WorkerForward:
 
 
 def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | StateFleet:
-    """What computes the samples of a task: a decoder here, or servers, which are proved first.
-    stores: samples are to be stored; those of servers have no best tokens.
+    """A decoder here, or proved servers. stores: its samples are to be stored; those of servers
+    have no best tokens.
     """
     config, shape = task.config, task.shape
     if not config.servers:
@@ -313,9 +287,7 @@ def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | Sta
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:
-    """The split of all samples of a prompt: a hash of its id alone, so it stays the same when other
-    prompts come or go.
-    """
+    """By a hash of the prompt alone: it stays when other prompts come or go."""
     number = int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
     return "held_out" if number < held_out_share * 2**64 else "train"
 
@@ -327,10 +299,10 @@ def capture(
     track: Track = quiet,
     splits: tuple[Split, ...] = SPLITS,
 ) -> Manifest:
-    """Capture all finished answers of these splits into `output`; resumes on what computes alike.
+    """Capture all answers of these splits into `output`; resumes on what computes alike.
 
     Raises MismatchError (another target wrote the answers, another decoder began), EmptyInputError,
-    StorageFullError, and what loading raises.
+    StorageFullError.
     """
     task = CaptureTask(config, answers, splits)
     inputs = {"answers": task.made}
@@ -373,9 +345,8 @@ def capture(
 def _capture_missing(
     source: SampleSource, work: list[tuple[ShardWriter, list[SamplePlan]]], track: Track
 ) -> None:
-    """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
-    its bits do not depend on where an earlier run was interrupted. A thread encodes beside the next
-    forward.
+    """Compute the samples that no whole shard holds. A batch is computed whole or not at all: its
+    bits do not depend on interruptions. A thread encodes beside the next forward.
     """
     total = sum(len(plans) for _, plans in work)
     missing = [

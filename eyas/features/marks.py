@@ -121,7 +121,7 @@ _REFUSAL = re.compile(
 
 
 def mark(text: str, finish_reason: str) -> Mark | None:
-    """What is special about an answer, or None. finish_reason: "stop" or "length"."""
+    """The mark of an answer, or None. finish_reason: "stop" or "length"."""
     is_truncated = finish_reason != "stop"
     if not text.strip():
         return "truncated" if is_truncated else "empty"
@@ -133,7 +133,7 @@ def mark(text: str, finish_reason: str) -> Mark | None:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether an answer, without thoughts, begins by saying that it will not help."""
+    """Whether an answer begins, after thoughts, by saying that it will not help."""
     opening = _THOUGHTS.sub("", text, count=1).lstrip(" \t\r\n\"'*#>-")[:_OPENING]
     plain = unicodedata.normalize("NFC", opening).casefold().replace("\u2019", "'")
     plain = re.sub("[\u064b-\u0652]", "", plain)  # vowel signs of Arabic, written or not
@@ -141,8 +141,8 @@ def is_refusal(text: str) -> bool:
 
 
 def is_looping(text: str, is_truncated: bool = False) -> bool:
-    """Whether words repeat LEAST_REPEATS times in a row or more, or all over a long answer.
-    is_truncated: by its token limit; a loop at its end would have gone on.
+    """Whether words repeat LEAST_REPEATS times in a row, or all over a long answer. is_truncated: a
+    loop at its end would have gone on.
     """
     numbers: dict[str, int] = {}
     found = _UNIT.findall(_ENUMERATOR.sub("", text.casefold()))

@@ -1,6 +1,5 @@
-"""Tokens and bytes of a run, counted before it: prompts through the target's own template, answers
-at a stated length. Without a stated mean length these are upper bounds: every answer counts
-max_tokens, and no row is dropped.
+"""Tokens and bytes of a run, counted before it: prompts by the target's template, answers at a
+stated length; without one these are upper bounds (max_tokens, no row dropped).
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ FILLER = (
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Totals of a run.
-
-    prompt_tokens: summed over all answers, so a prompt counts once for each answer. feature_tokens:
-    computed by `capture`; a conversation's turns are one sample where the template keeps earlier
-    turns unchanged. sampled: counted prompts, which stand for all.
+    """Totals of a run. prompt_tokens: summed over answers. feature_tokens: computed by `capture`,
+    where a conversation is one sample if the template keeps earlier turns. sampled: counted
+    prompts.
     """
 
     prompts: int
@@ -58,8 +55,8 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Bytes that a run writes, by stage. free: where it writes, None for an object store. present:
-    already there.
+    """Bytes by stage. free: where the run writes, None for an object store. present:
+    there already.
     """
 
     answers: int
@@ -79,8 +76,8 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """The settings of a run file that decide on sizes. output: where the run writes; begun: the
-    folders in which it has begun or done its work.
+    """The settings that decide on sizes. output: where the run writes; begun: folders of its
+    stages.
     """
 
     target: str
@@ -94,7 +91,7 @@ class PlannedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs. bytes_by_codec: of all features; codec: the run's own."""
+    """bytes_by_codec: of all features; codec: the run's own."""
 
     needs: Needs
     room: Room
@@ -108,9 +105,9 @@ class Plan:
 def plan_run(
     run: PlannedRun, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
 ) -> Plan:
-    """The plan for num_prompts prompts, from a sample of them. answer_tokens: the mean length of
-    answers, if known. Raises EmptyInputError, MismatchError (too few layers), and what reading the
-    target raises.
+    """The plan for num_prompts prompts, from a sample. answer_tokens: the mean length of answers,
+    if known. Raises EmptyInputError, MismatchError (too few layers), and what reading the target
+    raises.
     """
     folder = resolve_target(run.target)
     shape = target_shape(folder)
@@ -140,7 +137,7 @@ def plan_run(
 
 
 def refuse_without_room(room: Room, output: str) -> None:
-    """Raises StorageFullError when what is still to be written does not fit."""
+    """Raises StorageFullError."""
     if room.fits:
         return
     assert room.free is not None
@@ -161,7 +158,7 @@ def filler_prompts(count: int, characters: int) -> list[Prompt]:
 
 
 def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
-    """The number of prompts in a finished artifact, and a sample of them. Raises EmptyInputError,
+    """The number of prompts in a finished artifact, and a sample. Raises EmptyInputError,
     MissingInputError.
     """
     artifact.manifest("prompts")
@@ -171,7 +168,7 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
 
 
 def source_prompts(config: PromptsConfig) -> tuple[int, list[Prompt]]:
-    """The number of prompts in the sources of a run file, nothing dropped, and a sample of them."""
+    """The number of prompts in the sources, nothing dropped, and a sample."""
     draw, count, sample = random.Random(config.seed), 0, list[Prompt]()
     of_sources = (
         islice((row for row in read_source(one) if isinstance(row, SourceRow)), one.max_prompts)
@@ -193,8 +190,8 @@ def count_needs(
     config: GenerateConfig,
     answer_tokens: int | None = None,
 ) -> Needs:
-    """Needs of num_prompts prompts, of which `prompts` are a sample. answer_tokens: the mean length
-    of answers, if known. Raises EmptyInputError when the template takes no prompt.
+    """Needs of num_prompts prompts, from a sample. Raises EmptyInputError if the template takes
+    none.
     """
     length = min(answer_tokens or config.max_tokens, config.max_tokens)
     merged = keeps_earlier_turns(chat)
@@ -222,8 +219,8 @@ def count_needs(
 def turn_lengths(
     prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int
 ) -> list[int] | None:
-    """Tokens before each answer, earlier answers at their stated length included. None where the
-    template refuses the prompt. Turns without room for an answer are left out, as in `generate`.
+    """Tokens before each answer, earlier answers included; None if the template refuses the prompt.
+    As in `generate`, turns without room for an answer are left out.
     """
     messages: list[Message] = (
         [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
@@ -243,9 +240,7 @@ def turn_lengths(
 
 
 def keeps_earlier_turns(chat: Chat) -> bool:
-    """Whether a conversation's next turn begins with the tokens of this one: then `capture` makes
-    one sample of both.
-    """
+    """Whether the next turn begins with this one's tokens: `capture` merges them."""
     messages: list[Message] = [
         {"role": "user", "content": FILLER},
         {"role": "assistant", "content": STAND_IN},
@@ -260,7 +255,7 @@ def keeps_earlier_turns(chat: Chat) -> bool:
 
 
 def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
-    """Bytes of all features, by the codec of the training part; the held-out part is lossless."""
+    """By the codec of the training part; the held-out part is lossless."""
     sizes = dict[CodecName, int]()
     for name in CODECS:
         trained = meta.model_copy(update={"codec": name})
@@ -271,7 +266,7 @@ def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dic
 
 
 def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
-    """Parameters of a new head for this target. Raises ConfigError (options that do not fit)."""
+    """Raises ConfigError."""
     config = HeadConfig.for_target(shape, options)
     shapes = expected_shapes(config).items()
     return sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))

@@ -50,11 +50,7 @@ Bits = NDArray[Any]  # uint16 or uint32: the patterns of bfloat16 or float32
 
 @dataclass(frozen=True)
 class Tables:
-    """Step and weight of each layer and channel, float32 [L, H], fixed before the first sample.
-
-    Both are rounded to bfloat16, as they are stored, so that writer and reader compute with the
-    same numbers.
-    """
+    """Step and weight of each layer and channel, float32 [L, H], rounded to bfloat16 as stored."""
 
     step: Floats
     weight: Floats
@@ -70,29 +66,24 @@ class Tables:
 
     @classmethod
     def from_text(cls, text: str, hidden_size: int) -> Tables:
-        """The inverse. Raises ValueError."""
+        """Raises ValueError."""
         halves = np.frombuffer(base64.b64decode(text, validate=True), dtype="<u2")
         step, weight = _widened(halves.reshape(2, NUM_LAYERS, hidden_size))
         return cls(step, weight)
 
 
 class Codec(Protocol):
-    """encode and decode are inverse up to the codec's error."""
-
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
-        """layers: four [rows, H] in the dtype that is stored; kept: bool [T], which rows of the
-        third are beside rows of the fourth. Returns a multiple of 8 bytes."""
+        """layers: four [rows, H]; kept: bool [T], the tap rows with a last hidden state. Returns a
+        multiple of 8 bytes.
+        """
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
-        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
-        bytes that this codec did not make.
-        """
+        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError."""
 
 
 def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) -> Tables:
-    """The tables of an inexact codec from a split's first samples, as pairs of layers and kept (see
-    Codec.encode).
-    """
+    """The tables of an inexact codec, from a split's first samples (layers, kept)."""
     rows = [
         torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)
     ]
@@ -106,7 +97,7 @@ def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) ->
 
 
 def _size(rows: Tensor) -> Floats:
-    """Of each channel, as a standard deviation, never zero: [n, H] -> [H]."""
+    """The standard deviation of each channel, never zero: [n, H] -> [H]."""
     if not len(rows):
         return np.ones(rows.shape[1], np.float32)
     some = rows[:: max(1, len(rows) // SIZED_ROWS)].nan_to_num().abs().T.contiguous().numpy()
@@ -118,9 +109,7 @@ def _size(rows: Tensor) -> Floats:
 
 
 def _slope(below: Tensor, above: Tensor) -> Floats:
-    """How much of the layer below to expect in a channel, least squares without the giants: [n, H],
-    [n, H] -> [H].
-    """
+    """Least squares of `above` on `below`, without giants: [n, H], [n, H] -> [H]."""
     if not len(above):
         return np.zeros(above.shape[1], np.float32)
     limits = [6 * torch.from_numpy(_size(rows)) for rows in (below, above)]
@@ -133,7 +122,7 @@ def _slope(below: Tensor, above: Tensor) -> Floats:
 
 
 class Raw:
-    """The numbers as they are: two ordinary tensors, the taps side by side, then the last."""
+    """Two tensors: the taps side by side, then the last hidden state."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, _: Tables | None = None) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -149,9 +138,7 @@ class Raw:
 
 
 class Lossless:
-    """Byte planes: of each number the highest byte (sign and exponent) compressed, the rest as it
-    is.
-    """
+    """The highest byte of each number (sign and exponent) compressed, the others plain."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, _: Tables | None = None) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -180,7 +167,7 @@ class Lossless:
 
 
 class Within:
-    """Steps of the difference to the layer below, compressed; see the top of this file."""
+    """Steps of the difference to the layer below, compressed."""
 
     def __init__(self, _: int, dtype: torch.dtype, tables: Tables | None) -> None:
         assert tables is not None
@@ -202,7 +189,7 @@ class Within:
     def _encode(
         self, number: int, values: Floats, below: Floats | None
     ) -> tuple[NDArray[np.int8], bytes, Floats]:
-        """Codes [rows, H], the bytes of what is exact, and what `decode` will make of both."""
+        """Codes [rows, H], the bytes of exact values, and what `decode` makes of both."""
         codes, decoded = np.empty(values.shape, np.int8), np.empty_like(values)
         for block in _blocks(*values.shape):
             expected = None if below is None else below[block] * self._weight[number]
@@ -233,7 +220,7 @@ class Within:
     def _decode(
         self, number: int, codes: NDArray[np.int8], exact: Bits, below: Floats | None
     ) -> tuple[Bits, Floats]:
-        """The inverse of `_encode`: a layer as it is stored, and in float32 for the layer above."""
+        """A layer as stored, and in float32 for the layer above."""
         decoded = np.empty(codes.shape, np.float32)
         out: Bits = np.empty(codes.shape, f"<u{self._dtype.itemsize}")
         is_half = out.dtype == np.uint16
@@ -255,9 +242,8 @@ CodecName = Literal["raw", "lossless", "within4"]
 
 @dataclass(frozen=True, slots=True)
 class CodecKind:
-    """make: (hidden_size, dtype, tables) -> Codec. share: its bytes by those of raw hidden states,
-    on the built-in target (benchmarks/codecs.py). error: root mean square by a channel's size; 0 is
-    exact, and needs no tables.
+    """make: (hidden_size, dtype, tables) -> Codec. share: bytes / raw bytes on the built-in target
+    (benchmarks/codecs.py). error: root mean square / a channel's size; 0 is exact, without tables.
     """
 
     make: Callable[[int, torch.dtype, Tables | None], Codec]
@@ -276,18 +262,17 @@ CODECS: dict[CodecName, CodecKind] = {
 
 
 def padded(data: bytes) -> bytes:
-    """With zeros behind it, up to a multiple of 8."""
+    """With zeros up to a multiple of 8."""
     return data + bytes(-len(data) % 8)
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
-    """Parts after their lengths, `padded`."""
     lengths = np.array([len(part) for part in parts], dtype="<u4").tobytes()
     return padded(b"".join([lengths, *parts]))
 
 
 def split_parts(data: memoryview, count: int) -> Iterator[memoryview]:
-    """The `count` parts of `join_parts`. Raises ValueError when they do not fit."""
+    """Raises ValueError if lengths and bytes do not fit."""
     at = 4 * count
     if len(data) < at:
         raise ValueError("a sample has fewer bytes than the lengths of its parts take")
@@ -300,7 +285,7 @@ def split_parts(data: memoryview, count: int) -> Iterator[memoryview]:
 
 
 class _Zstd(threading.local):
-    """For each thread, as they are not to be shared; to make one costs as much as a use."""
+    """Contexts are not shared by threads, and making one costs as much as a use."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -311,12 +296,11 @@ _zstd = _Zstd()
 
 
 def squeeze(plane: NDArray[np.uint8] | NDArray[np.int8]) -> bytes:
-    """zstd, with the size in the frame."""
     return _zstd.compressor.compress(np.ascontiguousarray(plane).view(np.uint8).data)
 
 
 def expand(part: memoryview, size: int) -> NDArray[np.uint8]:
-    """The inverse of `squeeze`, of `size` bytes. Raises ValueError, zstandard.ZstdError."""
+    """Raises ValueError, zstandard.ZstdError."""
     plane = np.frombuffer(_zstd.decompressor.decompress(part), dtype=np.uint8)
     if len(plane) != size:
         raise ValueError(f"a compressed plane has {len(plane)} bytes in place of {size}")
@@ -344,9 +328,7 @@ def _tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
 
 
 def _upper_half(x: Floats) -> Bits:
-    """float32 -> bfloat16, halves away from zero: two operations less than to the even one, on what
-    is rounded already.
-    """
+    """float32 -> bfloat16, halves away from zero: two operations fewer than to even."""
     bits = np.ascontiguousarray(x).view(np.uint32) + np.uint32(0x8000)
     halves: Bits = np.right_shift(bits, 16, out=bits).astype("<u2")
     return halves

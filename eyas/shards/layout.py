@@ -53,26 +53,23 @@ class Entry(BaseModel):
 
 
 class EncodedSample(NamedTuple):
-    """A sample's bytes, and its entry without a place."""
+    """Its entry has no place yet."""
 
     entry: Entry
     data: bytes
 
 
 def index_name(split: Split) -> str:
-    """The file with the places of a split's samples."""
     return f"{split}.index.json"
 
 
 def kept_of(loss_mask: Tensor, meta: FeatureMeta) -> Tensor:
-    """bool [T]: the tokens whose last hidden state is kept."""
+    """bool [T]: the tokens whose last hidden state is stored."""
     return teacher_mask(loss_mask) if meta.teacher == "supervised" else torch.ones_like(loss_mask)
 
 
 def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
-    """What a codec takes: three taps [T, Ht] and the last hidden states [K, Ht] in the dtype of
-    `meta`, on the CPU, and kept bool [T].
-    """
+    """For a codec: three taps [T, Ht], the last hidden states [K, Ht] and kept bool [T]."""
     length, hidden, dtype = len(sample.token_ids), meta.hidden_size, DTYPES[meta.dtype]
     assert sample.loss_mask.shape == (length,)
     assert sample.aux_hidden.shape == (length, 3 * hidden)
@@ -84,7 +81,7 @@ def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
 
 
 def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
-    """The sample as a shard will hold it. Features are cast to the dtype of `meta` first."""
+    """A sample's bytes, in the dtype of `meta`."""
     layers, kept = layers_of(sample, meta)
     labels = sample.loss_mask + 2 * (sample.argmax + 1)
     tokens = torch.cat([sample.token_ids.to(torch.int32), labels.to(torch.int32)]).cpu()
@@ -104,9 +101,7 @@ def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
 def decode_sample(
     data: bytes, entry: Entry, meta: FeatureMeta, codec: Codec | None = None
 ) -> Sample:
-    """The inverse of `encoded`, up to the codec's error. Raises ValueError for bytes of
-    another making.
-    """
+    """The inverse of `encoded`, up to the codec's error. Raises ValueError."""
     assert len(data) == entry.size
     length, hidden = entry.length, meta.hidden_size
     token_ids, loss_mask, argmax = decode_tokens(data[: TOKEN_BYTES * length])
@@ -124,14 +119,14 @@ def decode_sample(
 
 
 def decode_tokens(data: bytes) -> tuple[Tensor, Tensor, Tensor]:
-    """token_ids int32 [T], loss_mask bool [T], argmax int32 [T] of a sample's first 8 T bytes."""
+    """token_ids int32 [T], loss_mask bool [T], argmax int32 [T] from 8 T bytes."""
     token_ids, labels = torch.frombuffer(bytearray(data), dtype=torch.int32).view(2, -1)
     return token_ids, (labels & 1).bool(), (labels >> 1) - 1
 
 
 def shard_head(entries: Sequence[Entry], meta: FeatureMeta, tables: Tables | None) -> bytes:
-    """What comes before the samples; the entries' starts count from the end of it. Its table of
-    tensors has those of raw features themselves; of others, one of bytes.
+    """The header; entries' starts count from its end. Its table lists the tensors of raw features;
+    of others, one of bytes.
     """
     hidden, dtype = meta.hidden_size, DTYPES[meta.dtype]
     own = {

@@ -1,8 +1,5 @@
-"""tau and loss on held-out conversations, measured by all ranks; tau in the chains of
-`operators.chain`.
-
-The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as
-far as equal weights give equal drafts.
+"""tau and loss on held-out conversations. Counts are integers and batches do not depend on the
+number of ranks, so tau does not either, as far as equal weights give equal drafts.
 """
 
 from __future__ import annotations
@@ -29,14 +26,12 @@ MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 
 @dataclass(frozen=True)
 class HeldOutSample:
-    """MEASURED_SAMPLES conversations of a source."""
-
     source: FeatureSource
     batch_tokens: int
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Of the conversations; always the same ones."""
+        """Of the conversations, the same in every run."""
         seed = int.from_bytes(hashlib.sha256(b"0/0").digest()[:16], "big")
         order = np.random.default_rng(seed).permutation(len(self.source))
         return sorted(order[:MEASURED_SAMPLES].tolist())

@@ -1,14 +1,12 @@
-"""One training step: batches, teachers, loss, backward, update of the weights.
+"""One training step: batches, teachers, loss, backward, update.
 
-The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
-of n batches is the step of one batch that holds their samples, whichever rank computes them.
+Losses are divided by what carries loss in all batches of the step, on all ranks: n batches make the
+step of one batch with all their samples. No step waits for the device: figures stay there until
+`rows_of` reads those of several steps, and from a loss or gradient that is not finite on, updates
+are left out on the device.
 
-A step waits for no device: its figures stay there until `rows_of` reads those of several steps. So
-that a loss or gradient that is not finite is found late and changes nothing, the update is left out
-on the device, from that step on.
-
-Letters: B batch, T sequence, M = B T, V target vocabulary, W draft vocabulary, H hidden, A = 3 *
-the target's hidden size, K steps of the unroll.
+Letters: B batch, T sequence, V target vocabulary, W draft vocabulary, H hidden, K steps of the
+unroll.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ PEAKS |= {"A100": 312.0, "L40S": 362.0}
 
 
 class RateConfig(BaseModel):
-    """The learning rate: a linear warm-up to its peak, then down to 0 or constant. A number alone
-    is the peak.
+    """A linear warm-up to the peak, then down to 0 or constant. A number alone is the peak.
 
     peak: null takes `usual_learning_rate` of the head and the run. warmup_share: EAGLE's and
     SpecForge's is .015, speculators' .01.
@@ -96,14 +93,12 @@ class RateConfig(BaseModel):
 
 
 def quickest(device: str) -> Precision:
-    """What dtype "auto" computes in on a device."""
     return "bfloat16" if multiplies_bf16(device) else "float32"
 
 
 def usual_learning_rate(hidden_size: int, num_steps: int = LONG_RUN) -> float:
-    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others, as
-    Adam's rate goes with the width (Yang et al., arXiv 2203.03466), at most 1e-3. num_steps: of a
-    new head's run; below LONG_RUN the rate is sqrt(LONG_RUN / num_steps) times that
+    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), inverse to the width (Yang et al., arXiv
+    2203.03466), at most 1e-3; times sqrt(LONG_RUN / num_steps) for a new head's short run
     (docs/decisions/training.md).
     """
     rate = min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
@@ -111,10 +106,9 @@ def usual_learning_rate(hidden_size: int, num_steps: int = LONG_RUN) -> float:
 
 
 def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Optimizer]:
-    """The optimizers of the head's float32 weights, whatever the precision of the maths.
-
-    Muon (Jordan, kellerjordan.github.io/posts/muon; its steps as large as AdamW's: Liu et al.,
-    arXiv 2502.16982) for the matrices inside the layer, AdamW for norms and lm_head.
+    """Of the head's float32 weights: Muon for the matrices inside the layer (Jordan,
+    kellerjordan.github.io/posts/muon; steps as large as AdamW's: Liu et al., arXiv 2502.16982),
+    AdamW for norms and lm_head.
     """
     trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
     rows = [trained.pop(LM_HEAD)] if LM_HEAD in trained else []
@@ -134,14 +128,14 @@ def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Opt
 
 
 class PlannedBatch(NamedTuple):
-    """A batch and the plan of its step, on one device."""
+    """On one device."""
 
     batch: Batch
     plan: StepPlan
 
 
 class LossModule(nn.Module):
-    """The head and the loss of a batch as one module: torch's sharding works around its forward.
+    """Head and loss as one module: torch's sharding hooks into its forward.
 
     embed_tokens [V, H]: the target's, in the precision of the maths.
     """
@@ -154,26 +148,25 @@ class LossModule(nn.Module):
         self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
 
     def planned(self, batch: Batch, step: int) -> PlannedBatch:
-        """A batch of the CPU on the head's device, and its plan in a run's step, counted from 0."""
+        """A batch of the CPU on the head's device, planned for this step (from 0)."""
         device, draw = self.embed_tokens.device, step * DRAW_STEP % 1.0
         plan = plan_of(batch, self.config, self.head.config, draw, device.type)
         return PlannedBatch(batch.to(str(device)), sent(plan, device))
 
     def teach(self, planned: PlannedBatch) -> Teacher:
-        """The target at the batch's judged positions: see `loss.teach`."""
         batch, plan = planned
         return teach(batch, self.vocabulary, self.head, plan)
 
     def trained_slots(self, teachers: Sequence[Teacher]) -> Tensor:
-        """The sums over these batches of `loss.trained_slots`, float64 [K]."""
+        """Sums over these batches, float64 [K]."""
         K, device = self.config.num_ttt_steps, self.embed_tokens.device
         counts = [trained_slots(teacher, K).double() for teacher in teachers]
         return sum(counts, torch.zeros(K, dtype=torch.float64, device=device))
 
     def forward(self, batch: Batch | None, teacher: Teacher | None, divisor_K: Tensor) -> BatchLoss:
-        """One batch's share of the step's loss; without a batch a loss of 0 with zero gradients.
+        """One batch's share of the step's loss; without a batch 0, with zero gradients.
 
-        divisor_K: `trained_slots` of all batches of the step on all ranks [K].
+        divisor_K: `trained_slots` of the step on all ranks [K].
         """
         if batch is None or teacher is None:
             zero = sum(0.0 * weight.sum() for weight in self.head.parameters())
@@ -184,8 +177,8 @@ class LossModule(nn.Module):
 
 
 class StepFigures(NamedTuple):
-    """What a step says of itself: its number, counted from 1, the names of this rank's samples, the
-    rate, and on the device, float64, this rank's sums [1 + 4 K + 2] and the gradient's norm [1].
+    """step: from 1. keys: of this rank's samples. On the device, float64: this rank's sums [1 + 4 K
+    + 2], the gradient's norm [1].
     """
 
     step: int
@@ -202,9 +195,8 @@ def training_step(
     ranks: Ranks,
     rate: float,
 ) -> StepFigures:
-    """One update of the weights, from these batches and those of the other ranks.
-
-    Where the loss or the gradient is not finite, this step and all later ones change no weight.
+    """One update of the weights, from these batches and those of the other ranks. If loss or
+    gradient is not finite, this step and all later ones change no weight.
     """
     teachers = [module.teach(one) for one in batches]
     divisor_K = ranks.all_reduce(module.trained_slots(teachers))
@@ -268,8 +260,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
 def rows_of(
     figures: Sequence[StepFigures], ranks: Ranks, shape: HeadConfig
 ) -> list[dict[str, Any]]:
-    """The rows of metrics of these steps, the same on every rank. All ranks call it: one sum over
-    them and one copy from the device, which are waited for. shape: of the head.
+    """The rows of metrics of these steps, on every rank: one sum and one copy from the device. All
+    ranks call it.
     """
     sums = ranks.all_reduce(torch.stack([one.sums for one in figures]))
     numbers = torch.cat([sums, torch.stack([one.norm for one in figures])], dim=1).tolist()

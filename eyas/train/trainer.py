@@ -1,11 +1,10 @@
 """The train stage: features -> head. The run and its loop over steps.
 
-A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed alone; the ranks
-share the batches of each step. A checkpoint is the state after so many steps. So a run that was
-killed resumes to the same weights, bit for bit, on the same machines, and on another number of
-ranks it meets the same batches in the same steps.
+A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed; the ranks share
+each step's batches. A killed run resumes from its checkpoint to the same weights, bit for bit, on
+the same machines; on other numbers of ranks the steps have the same batches.
 
-Letters: V target vocabulary, W draft vocabulary.
+Letters: V target vocabulary.
 """
 
 from __future__ import annotations
@@ -93,10 +92,8 @@ HEAD_BYTES_PER_PARAMETER = 24
 
 
 class TrainConfig(BaseModel):
-    """Settings of the train stage.
-
-    start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32 on
-    a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: steps.
+    """start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32
+    on a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -127,11 +124,11 @@ class TrainConfig(BaseModel):
 
 
 class DivergedError(EyasError):
-    """The loss has diverged (`state.DIVERGED_AT`): these weights are not saved."""
+    """The loss diverged: these weights are not saved."""
 
 
 class UntrainedError(EyasError):
-    """No position of the answers carries loss: these weights are the first ones, and not saved."""
+    """No position of the answers carries loss: the first weights are not saved."""
 
 
 class StoppedError(EyasError):
@@ -157,16 +154,14 @@ def train(
 ) -> Manifest:
     """Train a head on a source of features; an interrupted run resumes from its last checkpoint.
 
-    Under torchrun every process calls this with the same arguments; the first rank writes.
-    target: any name of the model. held_out: the conversations that tau is measured on. Writes the
-    head with the best held-out tau (without measurements the last one) in bfloat16 or, if that is
-    asked for, float32, metrics.jsonl with one row a step, last/ with the last head where another
-    one was best, and measured/ if `StopConfig.keep` asks for it.
+    Under torchrun every process calls this with the same arguments; the first rank writes. target:
+    any name of the model. held_out: the conversations that tau is measured on. Writes the head with
+    the best held-out tau (without measurements the last) in bfloat16, or float32 if asked for;
+    metrics.jsonl, one row a step; last/ if another head was best; measured/ with `StopConfig.keep`.
 
-    Raises MismatchError for features or a head of another target; EmptyInputError for features
-    without a trainable answer; UntrainedError where no position carries loss; ConfigError for
-    settings that contradict each other; EyasError, with the names of the samples, when a loss or
-    gradient is not finite or the loss diverges. The last checkpoint stays in the folder.
+    Raises MismatchError (another target), EmptyInputError and UntrainedError (no trainable answer),
+    ConfigError, and EyasError, with the samples' names, if a loss or gradient is not finite or the
+    loss diverges. The last checkpoint stays.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
@@ -182,8 +177,8 @@ def train(
 
 
 class Trainer:
-    """One run: __init__ checks the input, `begin` plans the steps and loads or makes state and
-    module, `fit` trains, `finish` writes the head.
+    """One run: __init__ checks the input, `begin` plans the steps and makes state and module, `fit`
+    trains, `finish` writes the head.
     """
 
     state: TrainingState
@@ -200,7 +195,6 @@ class Trainer:
         held_out: FeatureSource | None,
         ranks: Ranks,
     ) -> None:
-        """Raises MismatchError, ConfigError, EmptyInputError."""
         self.ranks, self.source = ranks, source
         self.vocabulary = TargetVocabulary.load(resolve_target(target, True))
         check_same_target(self.source.meta, self.vocabulary)
@@ -226,7 +220,6 @@ class Trainer:
         self.identity = identity("train", self.settings, self.inputs)
 
     def begin(self, output: Artifact, track: Track) -> None:
-        """All ranks call it."""
         config, ranks = self.config, self.ranks
         self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source))
         epochs = [list(self.usable)] * config.epochs
@@ -266,8 +259,8 @@ class Trainer:
             )
 
     def _initial_head(self, resumes: bool, track: Track) -> Head:
-        """The head before step 0, float32: fresh and fitted (unless a checkpoint's weights will
-        take the place of its own), or config.start's.
+        """The head before step 0, float32: config.start's, or fresh and fitted; unfitted if a
+        checkpoint will replace its weights.
         """
         config, ranks, vocabulary = self.config, self.ranks, self.vocabulary
         if head := self.start_head:
@@ -286,11 +279,10 @@ class Trainer:
         return head
 
     def fit(self, output: Artifact, track: Track) -> None:
-        """Measure the start, then train the steps that are left, fewer if `StopConfig.patience`
-        ends the run.
+        """Measure the start, then train the remaining steps, fewer by `StopConfig.patience`.
 
-        On an EyasError the checkpoint of the last whole step is saved, then the error is raised; so
-        on SIGINT and SIGTERM, as a StoppedError. A DivergedError leaves the older checkpoint.
+        An EyasError, and SIGINT and SIGTERM as StoppedError, save the last whole step first. A
+        DivergedError leaves the older checkpoint.
         """
         state, config, ranks, num_steps = self.state, self.config, self.ranks, len(self.steps)
         self._finished = state.step
@@ -343,7 +335,7 @@ class Trainer:
     def _read(
         self, pending: Sequence[StepFigures], began: float, output: Artifact
     ) -> list[dict[str, Any]]:
-        """The rows of these steps, judged. All ranks call it. Raises what `_judge` raises."""
+        """The rows of these steps, judged."""
         rows = rows_of(pending, self.ranks, self.state.head.config)
         seconds = (time.monotonic() - began) / len(rows)
         peak = peak_flops(self.ranks.device, self.state.dtype)
@@ -362,10 +354,8 @@ class Trainer:
         return rows
 
     def _judge(self, row: dict[str, Any], keys: Sequence[str], output: Artifact) -> None:
-        """Measure held-out tau if it is due, and write the step's row of metrics.
-
-        keys: of this rank's samples. Raises DivergedError; UntrainedError; EyasError for a step
-        that is not finite, with the state of the step before.
+        """Measure held-out tau if due, and write the row. Raises DivergedError; UntrainedError;
+        EyasError for a step that is not finite, with the state before it.
         """
         state, step = self.state, row["step"]
         if not math.isfinite(row["loss"] + row["grad_norm"]):
@@ -436,7 +426,7 @@ class Trainer:
         return {"held_out_tau": tau, "held_out_loss": loss, "held_out_counts": by_conversation}
 
     def finish(self, output: Artifact) -> None:
-        """Write the best head that was measured; without measurements the last one."""
+        """Write the best measured head; without measurements the last one."""
         state, ranks = self.state, self.ranks
         last = None
         if state.patience.best:
@@ -500,13 +490,12 @@ class Trainer:
 
 
 def write_head(output: Artifact, folder: str, head: Head) -> None:
-    """Write a head in our own form; folder: "", or a path that ends with /."""
+    """folder: "", or a path that ends with /."""
     for name, data in head_files(head).items():
         output.write(folder + name, data)
 
 
 def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
-    """Raise ConfigError for what does not fit the run."""
     if config.batches.per_step < ranks.size:
         raise ConfigError(
             f"a step of {config.batches.per_step} batches has no work for {ranks.size} processes",
@@ -522,7 +511,6 @@ def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
 
 
 def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
-    """Raise MismatchError unless the features are of this target."""
     theirs, ours = ((one.hidden_size, one.vocab_size) for one in (meta, vocabulary.config))
     if theirs != ours or meta.lm_head_sha256 != vocabulary.lm_head_sha256:
         how = "the same shape (its lm_head has another hash)"
