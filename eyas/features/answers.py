@@ -77,6 +77,7 @@ class AnswerParts:
         self._entries: dict[int, list[JournalEntry]] = {}
         self._writing: dict[int, list[Future[None]]] = {}
         self._left: dict[int, int] = {}
+        self.num_done = 0  # conversations
         self._writers = ThreadPoolExecutor(WRITERS, "journal")
 
     def is_whole(self, part: int) -> bool:
@@ -114,6 +115,7 @@ class AnswerParts:
 
     def end(self, part: int) -> None:
         """The last conversation's end writes the part's files."""
+        self.num_done += 1
         self._left[part] -= 1
         if self._left[part] == 0:
             del self._left[part]

@@ -56,9 +56,8 @@ class EngineBackend:
                 if reason := update.finish_reason:
                     del self._running[update.request_id]
                     ms = 1000 * (time.perf_counter() - started)
-                    done.append(
-                        TurnAnswer(update.request_id, tuple(ids), None, reason, ENGINE, None, ms)
-                    )
+                    made = TurnAnswer(update.request_id, tuple(ids), None, reason, ENGINE, None, ms)
+                    done.append(made)
         return done
 
     def status(self) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
@@ -112,14 +112,13 @@ class CaptureConfig(Settings):
         """`dtype` without "auto". Raises MismatchError for "packed" if our decoder does not
         compute.
         """
-        if self.servers or self.decoder_of(shape) == "transformers":
-            if self.dtype == "packed":
-                whose = "servers have" if self.servers else "transformers' decoder has"
-                raise MismatchError(
-                    f"{whose} no dtype packed", "take our own decoder: decoder: own, no servers"
-                )
-            return stored_dtype(shape) if self.dtype == "auto" else self.dtype
-        return resolve_dtype(self.dtype, shape)
+        if not self.servers and self.decoder_of(shape) == "own":
+            return resolve_dtype(self.dtype, shape)
+        if self.dtype == "packed":
+            whose = "servers have" if self.servers else "transformers' decoder has"
+            hint = "take our own decoder: decoder: own, no servers"
+            raise MismatchError(f"{whose} no dtype packed", hint)
+        return stored_dtype(shape) if self.dtype == "auto" else self.dtype
 
     def meta_of(self, shape: TargetShape, lm_head_sha256: str = "") -> FeatureMeta:
         return FeatureMeta(
@@ -159,8 +158,7 @@ class CaptureTask:
                 "one",
             )
         self.config, self.folder, self.answers, self.made = config, folder, answers, made
-        self.splits = splits
-        self.shape = shape_for(config, folder)
+        self.splits, self.shape = splits, shape_for(config, folder)
         self.shape.refuse_few_layers()
         self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
@@ -178,10 +176,10 @@ class CaptureTask:
         plan = plan_samples(read_answers(self.answers), room, self.config.leave_out)
         most = max((int(one.token_ids.max()) for one in plan.samples), default=0)
         if most >= self.shape.vocab_size:
-            what = (
-                f"the answers in {self.answers.url} hold token {most}, of {self.shape.vocab_size}"
+            raise MismatchError(
+                f"the answers in {self.answers.url} hold token {most}, of {self.shape.vocab_size}",
+                "run `eyas generate` again, with this target",
             )
-            raise MismatchError(what, "run `eyas generate` again, with this target")
         if not plan.samples:
             reasons = ", ".join(f"{reason} {count}" for reason, count in plan.reasons.items())
             raise EmptyInputError(
@@ -262,10 +260,9 @@ def open_workers(task: CaptureTask) -> WorkerForward:
             f"workers: {config.workers} processes would load the target onto {gpus} GPUs",
             f"workers: {gpus}, each with a GPU of its own",
         )
-    name = config.target
-    if name not in PACKAGED and os.path.exists(name):
-        name = os.path.abspath(name)  # a worker may stand in another folder
-    own = {"target": name, "decoder": settings["decoder"], "dtype": settings["dtype"]}
+    own = {name: settings[name] for name in ("decoder", "dtype")}
+    if config.target not in PACKAGED and os.path.exists(config.target):
+        own["target"] = os.path.abspath(config.target)  # a worker may stand in another folder
     load = partial(load_on_worker, config.model_copy(update=own), settings["target_fingerprint"])
     work = ForwardTask(load, config.workers if is_local else 1)
     return WorkerForward(open_executor(config.executor, work, config.workers), config.workers)
@@ -320,14 +317,13 @@ def capture(
                 for split, meta in metas.items()
             }
             work = [(writers[split], plans) for split in splits for plans in task.batches(split)]
-            free = output.room()
             needed = sum(
                 len(one) * writer.meta.bytes_per_token
                 for writer, plans in work
                 for one in plans
                 if one.key not in writer.keys
             )
-            if free is not None and needed > free:
+            if (free := output.room()) is not None and needed > free:
                 raise StorageFullError(
                     f"the features need {size_text(needed)} at {output.url}, {size_text(free)} "
                     "are free",
@@ -337,8 +333,12 @@ def capture(
             _capture_missing(source, work, track)
             for writer in writers.values():
                 writer.close()
-            features = {"target": config.target, "features": meta.model_dump(mode="json")}
-            facts = {**features, "computed_by": source.computed_by()["here"], **source.facts()}
+            facts = {
+                "target": config.target,
+                "features": meta.model_dump(mode="json"),
+                "computed_by": source.computed_by()["here"],
+                **source.facts(),
+            }
         return output.finish("capture", task.settings, inputs, task.counts(), facts)
 
 
@@ -348,13 +348,12 @@ def _capture_missing(
     """Compute the samples that no whole shard holds. A batch is computed whole or not at all: its
     bits do not depend on interruptions. A thread encodes beside the next forward.
     """
-    total = sum(len(plans) for _, plans in work)
     missing = [
         (writer, plans)
         for writer, plans in work
-        if any(one.key not in writer.keys for one in plans)
+        if not writer.keys.issuperset(one.key for one in plans)
     ]
-    done = total - sum(len(plans) for _, plans in missing)
+    total, left = (sum(len(plans) for _, plans in rows) for rows in (work, missing))
     num_tokens, started = 0, time.monotonic()
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
@@ -364,14 +363,12 @@ def _capture_missing(
                 writer.add(sample)
 
     with ThreadPoolExecutor(1, "encode") as pool, closing(source.samples(missing)) as computed:
-        writing: Future[None] | None = None
+        writing = pool.submit(lambda: None)
         for (writer, plans), samples in zip(missing, computed, strict=True):
-            if writing is not None:
-                writing.result()
+            writing.result()
             writing = pool.submit(write, writer, samples)
             num_tokens += sum(map(len, plans))
-            done += len(plans)
+            left -= len(plans)
             speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
-            track(done, total, ", ".join(filter(None, (speed, source.status()))))
-        if writing is not None:
-            writing.result()
+            track(total - left, total, ", ".join(filter(None, (speed, source.status()))))
+        writing.result()

@@ -19,8 +19,7 @@ from eyas.privacy.pii import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 from eyas.settings import Settings
 
-# Marks that end a conversation, and the reason why its later turns are dropped. After a refusal
-# users do go on.
+# marks that end a conversation, and the reason of its dropped turns (users go on after a refusal)
 ENDS = {
     "truncated": "earlier_turn_cut",
     "looping": "earlier_turn_marked",
@@ -43,16 +42,15 @@ class Sampling(Settings):
     def _in_range(self) -> Sampling:
         try:
             self.params(1, None)
+            return self
         except InputError as error:
             raise ValueError(f"{error.what}: {error.hint}") from error
-        return self
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
         if self.temperature == 0:
             return SamplingParams(max_tokens=max_tokens)
-        return SamplingParams(
-            self.temperature, self.top_k, self.top_p, seed=seed, max_tokens=max_tokens
-        )
+        share = self.temperature, self.top_k, self.top_p
+        return SamplingParams(*share, seed=seed, max_tokens=max_tokens)
 
 
 def sampling_of(
@@ -114,7 +112,7 @@ class Conversation:
         self.messages: list[Message] = (
             [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
         )
-        self.turn = 0  # the next one, which is the number of those answered
+        self.turn = 0  # the next one
         self._num_dropped = 0
         self._entry = JournalEntry(at)
 
@@ -186,9 +184,8 @@ class TurnRules:
             conversation.drop_rest("control_text", ", ".join(control))
             return None
         if len(prompt_ids) >= self.max_length:
-            conversation.drop_rest(
-                "context_full", f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
-            )
+            detail = f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
+            conversation.drop_rest("context_full", detail)
             return None
         number = conversation.number
         sampling = sampling_of(prompt, self.samplings, number, self.answers_per_prompt)

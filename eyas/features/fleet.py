@@ -26,7 +26,6 @@ from eyas.settings import Settings
 CLIENT_RETRIES = 2  # by the client itself, before another server is asked
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # after a failure
 WAIT_S = 1.0  # of `wait`, at most
-ONE_PRECISION = "give servers that compute alike: some of their answers would differ"
 POLL_S = 0.1  # while all servers pause
 PATIENCE_S = 300.0  # a restart with a large model takes minutes
 MOST_FAILURES = 5  # of one request, at servers that pass their checks
@@ -148,10 +147,9 @@ class FleetServer(Generic[RequestT, ReplyT]):
             several = f"serves {len(cards)} models ({names}): name one as client.model"
             what = f"does not serve {wanted}, only {names}" if wanted else several
             raise RequestFailure("unfit", what)
-        card = found[0]
+        (card,) = found
         owner = str(card.get("owned_by", ""))
-        version: Any = None
-        facts: Any = {}
+        version, facts = None, {}
         if owner in VERSION_PATHS:
             with suppress(ValueError, AttributeError, RecursionError):
                 facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
@@ -267,15 +265,15 @@ class Fleet(Generic[RequestT, ReplyT]):
         precision = self.precision()
         return {"servers": f"servers with {precision_text(precision)}"} if precision else {}
 
-    def _differs(self, server: FleetServer[RequestT, ReplyT]) -> bool:
-        return server.precision not in ({}, self.precision())
-
-    def _difference(self, server: FleetServer[RequestT, ReplyT]) -> str:
-        other = next(one for one in self._servers if one.precision)
-        return (
-            f"the servers do not compute alike: {other.url} states "
-            f"{precision_text(other.precision)}, {server.url} {precision_text(server.precision)}"
-        )
+    def _refuse_another_precision(self, server: FleetServer[RequestT, ReplyT]) -> None:
+        first = next((one for one in self._servers if one.precision), server)
+        if server.precision not in ({}, first.precision):
+            raise MismatchError(
+                f"the servers do not compute alike: {first.url} states "
+                f"{precision_text(first.precision)}, {server.url} "
+                f"{precision_text(server.precision)}",
+                "give servers that compute alike: some of their answers would differ",
+            )
 
     def close(self) -> None:
         async def stop() -> None:
@@ -290,19 +288,16 @@ class Fleet(Generic[RequestT, ReplyT]):
     async def _check_all(self, start_hint: str) -> None:
         checks = (one.checked() for one in self._servers)
         found = await asyncio.gather(*checks, return_exceptions=True)
-        failed = [
-            (server, failure)
-            for server, failure in zip(self._servers, found, strict=True)
-            if isinstance(failure, RequestFailure)
-        ]
-        if odd := next(filter(self._differs, self._servers), None):
-            raise MismatchError(self._difference(odd), ONE_PRECISION)
+        for server in self._servers:
+            self._refuse_another_precision(server)
         for bug in found:
             if isinstance(bug, BaseException) and not isinstance(bug, RequestFailure):
                 raise bug
-        if unfit := [one for one, failure in failed if failure.kind in ("unfit", "refused")]:
+        kinds = [one.kind if isinstance(one, RequestFailure) else "" for one in found]
+        rows = zip(self._servers, kinds, strict=True)
+        if unfit := [one for one, kind in rows if kind in ("unfit", "refused")]:
             raise MismatchError(_reasons(unfit), self._fit_hint)
-        if len(failed) == len(self._servers) and any(one.kind != "busy" for _, one in failed):
+        if all(kinds) and {*kinds} != {"busy"}:
             raise MissingInputError(f"no server answers: {_reasons(self._servers)}", start_hint)
         self._last_good = time.monotonic()
 
@@ -331,8 +326,7 @@ class Fleet(Generic[RequestT, ReplyT]):
             try:
                 if await server.checked():
                     self._last_good = time.monotonic()
-                    if self._differs(server):
-                        raise MismatchError(self._difference(server), ONE_PRECISION)
+                    self._refuse_another_precision(server)
                 is_asked = True
                 reply = await server.reply(request)
             except RequestFailure as failure:

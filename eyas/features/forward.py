@@ -37,7 +37,7 @@ from eyas.shards import (
     teacher_mask,
 )
 
-# The samples of each forward, with the writer that they are for; None: they are not stored.
+# the samples of each forward, and their writer; None: they are not stored
 Work = Iterable[tuple[ShardWriter | None, list[SamplePlan]]]
 
 
@@ -99,14 +99,16 @@ class FeatureForward(SampleSource):
         vocabulary = self._vocabulary
         if vocabulary is None:
             return sample
-        states = sample.aux_hidden, sample.last_hidden
-        aux_hidden, last_hidden = (one.to(self._dtype) for one in states)
+        aux_hidden, last_hidden = (
+            sample.aux_hidden.to(self._dtype),
+            sample.last_hidden.to(self._dtype),
+        )
         asked_T = teacher_mask(sample.loss_mask)
         rows = last_hidden[asked_T.to(last_hidden.device)]
         argmax_T = torch.full_like(sample.token_ids, -1)
         argmax_T[asked_T] = vocabulary.best(rows.to(vocabulary.lm_head.device)).int().cpu()
-        aux_hidden, last_hidden = aux_hidden.cpu(), last_hidden.cpu()
-        return replace(sample, aux_hidden=aux_hidden, last_hidden=last_hidden, argmax=argmax_T)
+        states = {"aux_hidden": aux_hidden.cpu(), "last_hidden": last_hidden.cpu()}
+        return replace(sample, **states, argmax=argmax_T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +160,9 @@ def implementation(decoder: FeatureDecoder) -> str:
     """What the bits of features depend on beside target and settings."""
     computing = f"decoder {build()}"
     if not isinstance(decoder, OwnDecoder):
-        device = torch.backends.cpu.get_cpu_capability()
-        if default_device() != "cpu":
-            device = torch.cuda.get_device_name()
-        computing = (
-            f"torch {torch.__version__} on {device}, transformers {transformers.__version__}"
-        )
+        on_gpu, versions = default_device() != "cpu", transformers.__version__
+        device = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
+        computing = f"torch {torch.__version__} on {device}, transformers {versions}"
     return f"eyas {VERSION}, {computing}, zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}"
 
 

@@ -163,10 +163,10 @@ def generate(
     ):
         if not is_work:
             return output.manifest()
-        with closing(Conversations(prompts, output, config.answers_per_prompt)) as conversations:
+        with closing(AnswerParts(output)) as parts:
             hold_to(output, backend.computed_by())
-            num_conversations = num_prompts * config.answers_per_prompt
-            answer_all(backend, rules, conversations, num_conversations, track)
+            waiting = unfinished(prompts, parts, config.answers_per_prompt)
+            answer_all(backend, rules, waiting, parts, num_prompts, track)
         facts = {"target": config.target, **backend.facts()}
         counts = _counts(prompts, output, config.answers_per_prompt)
         if counts["answers"] == 0:
@@ -216,65 +216,47 @@ def open_backend(
     return Fleet([TargetServer(url, config.client, proof) for url in urls], config.client)
 
 
-class Conversations:
-    """The unfinished conversations of an artifact, part by part."""
-
-    def __init__(self, prompts: Artifact, output: Artifact, per_prompt: int) -> None:
-        self.num_done, self._per_prompt = 0, per_prompt
-        self._prompts, self._parts = prompts, AnswerParts(output)
-
-    def __iter__(self) -> Iterator[Conversation]:
-        """In the prompts' order, each where an earlier run ended; one part in memory."""
-        rows = self._prompts.read_rows("prompts")
-        for part in itertools.count():
-            prompts = [Prompt.from_json(row) for row in itertools.islice(rows, ROWS_PER_PART)]
-            if not prompts:
-                return
-            if self._parts.is_whole(part):
-                self.num_done += len(prompts) * self._per_prompt
-                continue
-            each = itertools.product(prompts, range(self._per_prompt))
-            conversations = [
-                Conversation(prompt, part, at, number) for at, (prompt, number) in enumerate(each)
-            ]
-            for entry in self._parts.open(part, len(conversations)):
-                conversations[entry.at].restore(entry)
-            for conversation in conversations:
-                if conversation.is_over:
-                    self._end(conversation)
-            yield from (one for one in conversations if not one.is_over)
-
-    def keep(self, conversation: Conversation) -> None:
-        self._parts.add(conversation.part, conversation.take_entry())
-        if conversation.is_over:
-            self._end(conversation)
-
-    def close(self) -> None:
-        self._parts.close()
-
-    def _end(self, conversation: Conversation) -> None:
-        self.num_done += 1
-        self._parts.end(conversation.part)
+def unfinished(prompts: Artifact, parts: AnswerParts, per_prompt: int) -> Iterator[Conversation]:
+    """The conversations left to do, in order, each where an earlier run ended; reads by parts."""
+    rows = map(Prompt.from_json, prompts.read_rows("prompts"))
+    for part in itertools.count():
+        each = list(itertools.product(itertools.islice(rows, ROWS_PER_PART), range(per_prompt)))
+        if not each:
+            return
+        if parts.is_whole(part):
+            parts.num_done += len(each)
+            continue
+        conversations = [
+            Conversation(prompt, part, at, number) for at, (prompt, number) in enumerate(each)
+        ]
+        for entry in parts.open(part, len(conversations)):
+            conversations[entry.at].restore(entry)
+        for conversation in conversations:
+            if conversation.is_over:
+                parts.end(part)
+        yield from (one for one in conversations if not one.is_over)
 
 
 def answer_all(
     backend: EngineBackend | Fleet[TurnRequest, TurnAnswer],
     rules: TurnRules,
-    conversations: Conversations,
-    num_conversations: int,
+    waiting: Iterator[Conversation],
+    parts: AnswerParts,
+    num_prompts: int,
     track: Track = quiet,
 ) -> None:
     """Run as many conversations at once as the backend has room for."""
-    waiting = iter(conversations)
     running: dict[str, tuple[Conversation, TurnRequest]] = {}
     started, num_tokens = time.monotonic(), 0
 
     def ask(conversation: Conversation) -> None:
         request = rules.request(conversation)
-        conversations.keep(conversation)
+        parts.add(conversation.part, conversation.take_entry())
         if request is not None:
             backend.add(request)
             running[request.id] = conversation, request
+        else:
+            parts.end(conversation.part)
 
     while True:
         while len(running) < backend.capacity and (conversation := next(waiting, None)) is not None:
@@ -288,7 +270,7 @@ def answer_all(
             ask(conversation)
         speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
         note = ", ".join(filter(None, (speed, backend.status())))
-        track(conversations.num_done, num_conversations, note)
+        track(parts.num_done, num_prompts * rules.answers_per_prompt, note)
 
 
 def _counts(prompts: Artifact, output: Artifact, per_prompt: int) -> dict[str, int]:

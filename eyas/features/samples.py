@@ -59,7 +59,7 @@ def plan_samples(
         plan.num_answers += 1
         token_ids = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
         loss_mask = np.arange(len(token_ids)) >= len(answer.prompt_ids)
-        reason = None
+        reason: str | None = None
         if answer.marked in leave_out:
             reason = answer.marked
         elif len(token_ids) > max_length:
@@ -68,8 +68,8 @@ def plan_samples(
         elif not (loss_mask[1:-1] & loss_mask[2:]).any():
             reason = "no_supervised_slot"
         if reason is not None:
-            where = {"prompt_id": answer.prompt_id, "turn": answer.turn}
-            plan.dropped.append({**where, "reason": reason})
+            row = {"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": reason}
+            plan.dropped.append(row)
             continue
         earlier = plan.samples[-1] if plan.samples else None
         if (

@@ -16,11 +16,11 @@ from eyas.features.samples import SamplePlan
 from eyas.model.config import TargetShape
 from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder
 
-PROOF_SAMPLES = 4  # from the shortest to the longest: one step of a server, and several
-LAYERS_TOKENS = 32  # of the shortest sample, for which all layers are compared
+PROOF_SAMPLES = 4  # from the shortest to the longest
+LAYERS_TOKENS = 32  # of the shortest sample, for the comparison with all layers
 NUM_STREAMS = 4
-# Times TOLERANCE, which holds for the median token: where large numbers cancel, single tokens of
-# SmolLM2 are off by 0.12 in bfloat16 (two tolerances), another token's state by 0.7 (twelve).
+# times TOLERANCE of the median token: single tokens of SmolLM2 in bfloat16 are off by two
+# tolerances, another token's state by twelve
 OUTLIER = 5
 
 

@@ -28,8 +28,8 @@ from eyas.records import Message, Prompt
 from eyas.shards import CODECS, CodecName, FeatureMeta
 from eyas.train.trainer import HEAD_BYTES_PER_PARAMETER, TrainConfig
 
-SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
-STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
+SAMPLE_SIZE = 1000  # prompts, evenly spaced
+STAND_IN = "Yes."  # for an answer; answers' tokens are counted apart
 # an answer's row holds its text and all earlier turns as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
 FILLER = (
@@ -112,9 +112,8 @@ def plan_run(
     folder = resolve_target(run.target)
     shape = target_shape(folder)
     shape.refuse_few_layers()
-    needs = count_needs(
-        sample, num_prompts, Chat(folder, run.generate.date), run.generate, answer_tokens
-    )
+    chat = Chat(folder, run.generate.date)
+    needs = count_needs(sample, num_prompts, chat, run.generate, answer_tokens)
     meta = run.capture.meta_of(shape)
     sizes = feature_bytes(needs, meta, run.capture.held_out_share)
     features = sizes[meta.codec]
@@ -128,12 +127,7 @@ def plan_run(
         free=Artifact(run.output).room(),
         present=sum(one.size(name) for one in map(Artifact, run.begun) for name in one.all_names()),
     )
-    return Plan(
-        needs=needs,
-        room=room,
-        bytes_by_codec={str(codec): size for codec, size in sizes.items()},
-        codec=meta.codec,
-    )
+    return Plan(needs, room, {str(codec): size for codec, size in sizes.items()}, meta.codec)
 
 
 def refuse_without_room(room: Room, output: str) -> None:

@@ -3,18 +3,12 @@
 A sample has four layers of hidden states: three taps of T rows and the last of K rows, K <= T, at
 `kept` positions.
 
-    raw        as they are
-    lossless   the byte with sign and exponent through zstd-1, the others, which are noise, as they
-               are
-    within4    4 % of error: each channel is rounded to multiples of a step that makes the root mean
-               square of the error 4 % of the channel's own size; what is rounded is the difference
-               to the layer below, times a fixed weight (DPCM: the prediction is from decoded
-               values, so errors do not add up); zstd-1 after it
-
-Residual streams of neighbouring taps are alike (r = .87 on the built-in target), so the difference
-has one bit less a number; and small multiples of a step are common and large ones rare, which an
-entropy coder uses and a plain int8 does not. Values beyond 127 steps are kept exactly: the
-activations of first tokens, a thousand times the others, come back to the bit.
+    raw        plain
+    lossless   the byte with sign and exponent by zstd-1, the others, which are noise, plain
+    within4    the difference to the layer below, times a fixed weight (DPCM from decoded values:
+               errors do not add up), in steps that make the root mean square of the error 4 % of
+               each channel's size, by zstd-1; values beyond 127 steps (the giant activations of
+               first tokens) are exact
 
 Letters: T rows of a tap, K of the last hidden state, L the four layers, H hidden size.
 """
@@ -33,15 +27,13 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
+NUM_LAYERS = 4  # three taps and the last
 LEVEL = 1  # of zstd: level 3 is larger and slower on this data
-BLOCK = 1 << 17  # numbers worked on at a time: what fits into a core's cache
-MAX_STEPS = 127
-ESCAPE = -128  # "kept exactly, beside"
-# The median of |x| where x is normal of size 1; unlike the mean square, it ignores a few giants.
-MEDIAN = 0.6745
-LARGEST_MEDIAN = np.float32(1e30)  # of a channel beyond it every number is kept exactly
-SIZED_ROWS = 1024  # from which a channel's size is taken
+BLOCK = 1 << 17  # numbers that fit into a core's cache
+MAX_STEPS, ESCAPE = 127, -128  # the code of an exact value
+MEDIAN = 0.6745  # of |x| where x is normal of size 1; it ignores a few giants
+LARGEST_MEDIAN = np.float32(1e30)  # beyond it a channel is exact
+SIZED_ROWS = 1024  # for a channel's size
 
 LayerStates = list[Tensor]
 Floats = NDArray[np.float32]
@@ -60,9 +52,8 @@ class Tables:
         return cls(_widened(_upper_half(step)), _widened(_upper_half(weight)))
 
     def to_text(self) -> str:
-        return base64.b64encode(
-            np.stack([_upper_half(self.step), _upper_half(self.weight)]).tobytes()
-        ).decode()
+        halves = np.stack([_upper_half(self.step), _upper_half(self.weight)])
+        return base64.b64encode(halves.tobytes()).decode()
 
     @classmethod
     def from_text(cls, text: str, hidden_size: int) -> Tables:
@@ -85,7 +76,7 @@ class Codec(Protocol):
 def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) -> Tables:
     """The tables of an inexact codec, from a split's first samples (layers, kept)."""
     rows = [
-        torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)
+        torch.cat(parts).float() for parts in zip(*(layers for layers, _ in samples), strict=True)
     ]
     beside = torch.cat([layers[2][kept] for layers, kept in samples]).float()
     pairs = [(rows[0], rows[1]), (rows[1], rows[2]), (beside, rows[3])]
@@ -112,11 +103,9 @@ def _slope(below: Tensor, above: Tensor) -> Floats:
     """Least squares of `above` on `below`, without giants: [n, H], [n, H] -> [H]."""
     if not len(above):
         return np.zeros(above.shape[1], np.float32)
-    limits = [6 * torch.from_numpy(_size(rows)) for rows in (below, above)]
-    x, y = (
-        rows.nan_to_num().clamp(-limit, limit)
-        for rows, limit in zip((below, above), limits, strict=True)
-    )
+    limits = (6 * torch.from_numpy(_size(rows)) for rows in (below, above))
+    pairs = zip((below, above), limits, strict=True)
+    x, y = (rows.nan_to_num().clamp(-limit, limit) for rows, limit in pairs)
     slope: Floats = ((x * y).sum(0) / x.square().sum(0).clamp(min=1e-12)).numpy()
     return slope
 
@@ -177,7 +166,7 @@ class Within:
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         parts: list[bytes] = []
         below: Floats | None = None
-        # of giants and NaN, which are kept beside
+        # giants and NaN are kept exactly
         with np.errstate(invalid="ignore", over="ignore"):
             for number, layer in enumerate(layers):
                 below = below[kept.numpy()] if number == 3 and below is not None else below
@@ -236,7 +225,7 @@ class Within:
         return out, decoded
 
 
-# The table of codecs. Another one is a name here and an entry below.
+# another codec is a name here and an entry below
 CodecName = Literal["raw", "lossless", "within4"]
 
 
@@ -256,9 +245,6 @@ CODECS: dict[CodecName, CodecKind] = {
     "lossless": CodecKind(Lossless, 0.71),
     "within4": CodecKind(Within, 0.28, error=0.04),
 }
-
-
-# Bytes and bits
 
 
 def padded(data: bytes) -> bytes:

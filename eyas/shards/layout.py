@@ -1,15 +1,14 @@
-"""The layout: a sample as one range of bytes, fifty of them as an ordinary safetensors file.
+"""The layout: a sample is one range of bytes, fifty samples an ordinary safetensors file.
 
     train-00000.safetensors  train-00001.safetensors  ...  train.index.json    held_out likewise
 
     shard    [header length, 8 bytes][header, JSON][sample 0][sample 1] ...
-    sample   [token_ids i32 T][labels i32 T][hidden states, as the codec makes them]
-    labels   loss_mask + 2 x (argmax + 1): the target's best next token, or 0 where it is not known
+    sample   [token_ids i32 T][labels i32 T][hidden states by the codec]; a multiple of 8 bytes
+    labels   loss_mask + 2 x (argmax + 1): the target's best next token, or 0 if unknown
+             (version 2: loss_mask)
 
-A sample is one contiguous range of bytes, so one request reads it and nothing else; its length is a
-multiple of 8, which keeps each tensor aligned without gaps. Version 2 has the mask alone as labels.
-The index holds range and SHA-256 of each sample; a shard's own header holds the same for its
-samples, so a shard is whole or absent and a killed writer goes on after the last one.
+Index and header hold range and SHA-256 of each sample: one request reads a sample, and a killed
+writer goes on after the last whole shard.
 
 Letters: T sequence, K tokens whose last hidden state is kept, Ht target hidden size.
 """
@@ -74,8 +73,8 @@ def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
     assert sample.loss_mask.shape == (length,)
     assert sample.aux_hidden.shape == (length, 3 * hidden)
     assert sample.last_hidden.shape == (length, hidden)
-    kept, last = kept_of(sample.loss_mask, meta), sample.last_hidden
-    last = last if meta.teacher == "everywhere" else last[kept]
+    kept = kept_of(sample.loss_mask, meta)
+    last = sample.last_hidden if meta.teacher == "everywhere" else sample.last_hidden[kept]
     taps = sample.aux_hidden.to(dtype).cpu().view(length, 3, hidden).unbind(1)
     return [*taps, last.to(dtype).cpu()], kept
 

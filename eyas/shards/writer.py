@@ -22,7 +22,7 @@ from eyas.shards.layout import (
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
 log = logging.getLogger(__name__)
-SHARD_BYTES = 128 << 20  # a shard ends with the sample that makes it larger than this
+SHARD_BYTES = 128 << 20  # the sample that exceeds it ends a shard
 CALIBRATION_TOKENS = 4096
 
 
@@ -87,9 +87,8 @@ class ShardWriter:
         self._artifact.write_json(index_name(self._split), index)
 
     def _calibrate(self) -> None:
-        self._tables = calibrate(
-            self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded]
-        )
+        layers = [layers_of(sample, self.meta) for sample in self._uncoded]
+        self._tables = calibrate(self.meta.codec, layers)
         self.codec = self.meta.coder(self._tables)
         waiting, self._uncoded = self._uncoded, []
         for sample in waiting:

@@ -43,7 +43,7 @@ class HeldOutSample:
         """
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
-        counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
+        counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)
         embed_tokens = module.vocabulary.embed_tokens
         device, dtype = embed_tokens.device, module.embed_tokens.dtype
         ones_K = torch.ones(module.config.num_ttt_steps, dtype=torch.int64)
@@ -55,7 +55,7 @@ class HeldOutSample:
                 batch, teacher = planned.batch, module.teach(planned)
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     spans = matched_spans(module.head, embed_tokens, batch, MEASURED_STEPS)
-                # not through torch's sharding: ranks have different numbers of batches
+                # without torch's sharding: ranks have different numbers of batches
                 loss = module.forward(batch, teacher, ones_K)
                 by_step = torch.stack([loss.step_losses.double(), loss.num_trained.double()])
                 sums += by_step.cpu()

@@ -6,22 +6,14 @@
     slot t at step i is judged at s = t + 1 + i: its draft of x_{t+2+i} against the target's logits
     at s
 
-At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
-target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
-more. A slot whose target argmax is outside the draft vocabulary carries no loss and counts as a
-miss.
-docs/decisions/training.md says where the reference leaves a choice.
-
-Nothing as wide as a vocabulary is kept: logits exist for some rows at a time.
-
-Which slots are unrolled and judged follows from masks and the number of the training step.
-`plan_of` makes these tables on the CPU, beside the batch, and rounds their sizes up: the step has
-few shapes, none that depends on what a device computes, and waits for no device. What the tables
-hold too much has the weight 0.
+At step 0 this is what serving asks of a head: x_{t+1} is the target's token, x_{t+2} the first
+draft. A slot whose target argmax is no draft token carries no loss and counts as a miss. Logits
+exist for some rows at a time. `plan_of` makes the tables of slots on the CPU, beside the batch,
+with sizes rounded up by filler of weight 0: few shapes, and no step waits for the device.
 
 Letters: B batch, T sequence, M = B T, K steps, N slots unrolled, P judged positions, S judged slots
-of all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 *
-the target's hidden size, V target vocabulary, W draft vocabulary.
+of all steps, R some rows of P or S, U the distinct teacher's rows of R, H hidden, V target
+vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -43,15 +35,14 @@ from eyas.operators.ttt import Slots, by_rows, unroll
 from eyas.operators.vocab import TargetVocabulary, products
 
 STEP_DECAY = 0.8  # the weight of step i is its i-th power, as in the reference
-# R x W of `Distillation` at a time, by device type: more rows sum lm_head's gradient less often
+# R x W of `Distillation`: more rows sum lm_head's gradient less often
 LOGITS_AT_ONCE = {"cpu": 1 << 25}
 LOGITS_AT_ONCE_ELSEWHERE = 1 << 27
 LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
-# N, P and S are multiples of it: few sizes. oneDNN keeps code and buffers for each, a GPU's
-# compiler code and its allocator blocks. U is one of a sixteenth of it.
+# of N, P and S (U: of a sixteenth): oneDNN, compilers and allocators keep something for each size
 ROWS_IN_STEPS_OF = {"cpu": 128}
 ROWS_IN_STEPS_OF_ELSEWHERE = 512
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without their whole part, fill [0, 1) evenly
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # the fractions of its multiples fill [0, 1) evenly
 
 
 class ObjectiveConfig(BaseModel):
@@ -189,7 +180,7 @@ def plan_of(
         filled(step_O[pick_S], size, config.num_ttt_steps).int(),
         tuple(blocks),
         torch.cat([num_judged, sizes]).int(),
-        # of no judged position what fills stands at one without a best token, and counts nowhere
+        # clamp: without judged positions the filler has no best token, and counts nowhere
         batch.argmax_BT.flatten()[position_P].clamp(min=0) if (argmax_P >= 0).all() else None,
     )
 
@@ -207,9 +198,7 @@ def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, plan: StepPlan
     autocast. Of equal logits the smallest id wins.
     """
     hidden_PH = batch.last_hidden_BTH.flatten(0, 1).index_select(0, plan.position_P)
-    argmax_P = plan.argmax_P
-    if argmax_P is None:
-        argmax_P = vocabulary.best(hidden_PH)
+    argmax_P = vocabulary.best(hidden_PH) if plan.argmax_P is None else plan.argmax_P
     in_draft_P = head.t2d.index_select(0, argmax_P)
     return Teacher(plan, hidden_PH, argmax_P, in_draft_P, vocabulary, head.target_ids_W)
 

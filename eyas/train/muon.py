@@ -37,9 +37,7 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if group["weight_decay"]:
-                rate = group["lr"] * group["weight_decay"]
-                found_inf = getattr(self, "found_inf", None)
-                kept = 1 - rate * (1 if found_inf is None else 1 - found_inf)
+                kept = 1 - group["lr"] * group["weight_decay"] * (1 - getattr(self, "found_inf", 0))
                 for weight in weights:
                     own_rows(weight).mul_(kept)
             if not any(isinstance(weight, DTensor) for weight in weights):
@@ -70,15 +68,11 @@ class Muon(torch.optim.Muon):
         """At most as many matrices as ranks; number i is made orthogonal by rank i."""
         updates = [self._update(weight, group) for weight in weights]
         rank, size = ranks.rank(), ranks.size()
-        # of a rank's rows of each matrix: r of them, where the last ranks have fewer or none
+        # of a rank's rows of each matrix, padded: the last ranks have fewer
         numbers = [-(-len(weight) // size) * weight.shape[1] for weight in weights]
         numbers += [0] * (size - len(weights))
-        sent = torch.cat(
-            [
-                F.pad(one.flatten(), (0, count - one.numel()))
-                for one, count in zip(updates, numbers, strict=False)
-            ]
-        )
+        rows = zip(updates, numbers, strict=False)
+        sent = torch.cat([F.pad(one.flatten(), (0, count - one.numel())) for one, count in rows])
         received = sent.new_empty(size * numbers[rank])
         own = [numbers[rank]] * size
         dist.all_to_all_single(received, sent, own, numbers, group=ranks)
@@ -88,8 +82,8 @@ class Muon(torch.optim.Muon):
         dist.all_to_all_single(sent, received, numbers, own, group=ranks)
         for weight, part in zip(weights, torch.split(sent, numbers), strict=False):
             local = weight.to_local()
-            rows = part.view(-1, weight.shape[1])[: len(local)]
-            self._add(local, rows, rate_of(weight.shape, group))
+            turned = part.view(-1, weight.shape[1])[: len(local)]
+            self._add(local, turned, rate_of(weight.shape, group))
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's rows of the update, bf16, before orthogonalisation; updates the momentum."""
@@ -101,9 +95,7 @@ class Muon(torch.optim.Muon):
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             rows = rows.where(found_inf == 0, momentum)  # which the momentum itself does not change
         momentum.lerp_(rows, 1 - group["momentum"])
-        return (
-            rows.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        ).bfloat16()
+        return rows.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
 
     def _add(self, rows: Tensor, turned: Tensor, rate: float) -> None:
         """A `found_inf` of 1, on the device, leaves the update out, as in torch's fused AdamW."""
@@ -118,8 +110,7 @@ def own_rows(matrix: Tensor) -> Tensor:
 
 def rate_of(shape: Sequence[int], group: dict[str, Any]) -> float:
     """The factor of the orthogonal update of a matrix of this shape."""
-    rate: float = group["lr"] * MATCHED_RMS * math.sqrt(max(shape))
-    return rate
+    return float(group["lr"] * MATCHED_RMS * math.sqrt(max(shape)))
 
 
 def orthogonalised(matrix_AB: Tensor, group: dict[str, Any]) -> Tensor:

@@ -33,8 +33,8 @@ from eyas.errors import EyasError
 from eyas.model.threads import set_num_threads
 
 T = TypeVar("T")
-LAST_RESULT_S = 0.5  # for the threads of gloo to let it go
-MOST_WAIT = timedelta(minutes=60)  # for another rank: the first one reads all tokens alone
+LAST_RESULT_S = 0.5
+MOST_WAIT = timedelta(minutes=60)  # the first rank reads all tokens alone
 
 
 class Ranks:
@@ -65,9 +65,8 @@ class Ranks:
             described = error and (getattr(error, "what", repr(error)), getattr(error, "hint", ""))
             for rank, failure in enumerate(self.all_gather(described)):
                 if failure and error is None:
-                    raise EyasError(
-                        f"stopped, because rank {rank} failed: {failure[0]}", failure[1]
-                    )
+                    what, hint = failure
+                    raise EyasError(f"stopped, because rank {rank} failed: {what}", hint)
         if error is not None:
             raise error
 
@@ -128,13 +127,14 @@ def reduce_gradients(module: nn.Module, now: bool) -> None:
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
     """Within the block, weights are plain tensors. All ranks enter."""
-    if isinstance(module, FSDPModule):
-        module.unshard()
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
     try:
         yield
     finally:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        module.reshard()
 
 
 @contextmanager
@@ -173,8 +173,7 @@ def joined() -> Iterator[Ranks]:
         ) from error
     finally:
         dist.destroy_process_group()
-        # gloo's threads outlive the group: one that frees the last tensors while the interpreter
-        # ends aborts the process
+        # a thread of gloo that frees the last tensors while the interpreter ends aborts the process
         time.sleep(LAST_RESULT_S)
 
 

@@ -23,12 +23,12 @@ from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
 from eyas.train.ranks import Ranks
 
-COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
-W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
-FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
-FITTED_ROWS = 4096  # tokens whose float64 products are taken at a time
-RIDGE = 0.01  # of the mean square of what is regressed on
-LEAST_CHANNEL = 1e-3  # of the mean size of a channel: a smaller one is scaled as if it were this
+COVERAGE = 0.99  # of the answers' tokens by the default draft vocabulary
+W_IN_STEPS_OF = 128  # a size that all devices multiply well
+FITTED_SAMPLES = 256  # conversations for `fit_to_features`
+FITTED_ROWS = 4096  # tokens of a float64 product
+RIDGE = 0.01  # times the mean square of the regressors
+LEAST_CHANNEL = 1e-3  # times the mean size of a channel: smaller ones are scaled as this
 
 
 class StartConfig(BaseModel):
@@ -118,7 +118,7 @@ def fit_to_features(
     square, product = (
         torch.zeros(width, n, dtype=torch.float64, device=device) for n in (width, width // 3)
     )
-    sums = torch.zeros(2, dtype=torch.float64)  # of squares of what follows, of rows
+    sums = torch.zeros(2, dtype=torch.float64)  # squares of next states, rows
     with ranks.raised_on_all():
         for done, sample in enumerate(samples, 1):
             answer_T = sample.loss_mask[:-1].clone()
@@ -160,10 +160,11 @@ def existing_head(
     """
     head = load_head(resolve_head(config.head), vocabulary.config, vocabulary.lm_head)
     shape, faults = head.config, []
-    if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
+    sizes = shape.target_hidden_size, shape.vocab_size
+    if sizes != (meta.hidden_size, meta.vocab_size):
         faults.append(
-            f"it is for a target of hidden size {shape.target_hidden_size} and a vocabulary of "
-            f"{shape.vocab_size}, this one has {meta.hidden_size} and {meta.vocab_size}"
+            "it is for a target of hidden size {} and a vocabulary of {}, ".format(*sizes)
+            + f"this one has {meta.hidden_size} and {meta.vocab_size}"
         )
     elif head.embed_tokens is not None:
         if not torch.equal(head.embed_tokens, vocabulary.embed_tokens.to(head.embed_tokens)):

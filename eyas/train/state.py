@@ -150,8 +150,7 @@ class TrainingState:
 
     def restore_best(self, ranks: Ranks) -> None:
         """All ranks call it."""
-        best = cast("dict[str, Any]", self.best)
-        set_model_state_dict(self.head, best, options=_given_by_first(ranks))
+        set_model_state_dict(self.head, self.best or {}, options=_given_by_first(ranks))
 
     def save(self, output: Artifact, ranks: Ranks) -> None:
         """All ranks call it, the first one writes; metrics first: a checkpoint never has more steps
@@ -175,12 +174,11 @@ class TrainingState:
 
     def resume(self, content: dict[str, Any], output: Artifact, ranks: Ranks) -> None:
         """Continue from the `checkpoint`, if any. All ranks call it."""
-        names = ("step", "patience", "trend")
-        counted = {name: content[name] for name in names if content}
-        counters = ranks.broadcast_object(lambda: counted)
+        names = ("step", "patience", "trend") if content else ()
+        counters = ranks.broadcast_object(lambda: {name: content[name] for name in names})
         if not counters:
             if ranks.is_first:
-                output.delete(METRICS)  # of steps that are made again
+                output.delete(METRICS)
             return
         options = _given_by_first(ranks)
         set_model_state_dict(self.head, content.get("head", {}), options=options)

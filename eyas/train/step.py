@@ -46,13 +46,12 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 BETAS = (0.9, 0.95)  # EAGLE's; SpecForge leaves torch's
 MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
 DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another sequence's
-# Of the rate, for lm_head and embeddings: they begin as the target's rows, and a step of Adam moves
-# the logits of all tokens at once.
+# of lm_head's rate: it begins as the target's rows, and Adam moves all tokens' logits at once
 ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 LONG_RUN, MOST_FOR_SHORT = 1000, 4.0
-# 1e12 operations a second in bf16, dense, by a part of the card's name; NVIDIA's data sheets
+# dense bf16 teraflops by a part of the card's name, from NVIDIA's data sheets
 PEAKS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 PEAKS |= {"A100": 312.0, "L40S": 362.0}
 
@@ -112,9 +111,8 @@ def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Opt
     """
     trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
     rows = [trained.pop(LM_HEAD)] if LM_HEAD in trained else []
-    inside = [weight for weight in trained.values() if weight.ndim == 2]
-    norms = [weight for weight in trained.values() if weight.ndim == 1]
-    # `training_step` sets the rate before every update: the run's times the group's share
+    norms, inside = ([one for one in trained.values() if one.ndim == n] for n in (1, 2))
+    # `training_step` sets the rate of a group: the run's times its share
     by_share = [(norms, 1.0, 0.0), (rows, ROWS_RATE_SHARE, weight_decay)]
     groups = [
         {"params": weights, "share": share, "weight_decay": decay}
@@ -201,7 +199,7 @@ def training_step(
     teachers = [module.teach(one) for one in batches]
     divisor_K = ranks.all_reduce(module.trained_slots(teachers))
 
-    # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
+    # in the last step a rank may have no batch: it takes part in the sums with a loss of 0
     pairs: list[tuple[Batch | None, Teacher | None]]
     pairs = [(one.batch, of) for one, of in zip(batches, teachers, strict=True)] or [(None, None)]
     sums = torch.zeros(3 + 4 * len(divisor_K), dtype=torch.float64, device=divisor_K.device)
@@ -231,10 +229,9 @@ def training_step(
 def step_flops(shape: HeadConfig, num_tokens: float, judged_K: Sequence[float]) -> float:
     """The floating-point operations that a step over so many tokens and judged slots needs.
 
-    Counted are products with weights, without padding: 2 for each number of a matrix and row in the
-    forward and for each of its two gradients. Not counted are attention's scores, norms, the
-    optimizer and what is computed again. Ht: the target's hidden size, I the MLP's, Hq and Hk heads
-    of queries and of keys, D head dimension.
+    Products with weights, without padding: 2 operations for each number of a matrix and row in the
+    forward, and in each of its two gradients; no attention scores, norms, optimizer, recomputation.
+    Ht: the target's hidden size, I the MLP's, Hq and Hk query and key heads, D head dimension.
 
         a token               keys and values 2 H x 2 Hk D; fc 3 Ht x H, whose input has no gradient
         a slot of each step   queries 2 H x Hq D, o_proj Hq D x H, MLP 3 x H I, lm_head H x W

@@ -70,24 +70,24 @@ from eyas.train.step import (
 
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
-LAST_BATCHES = 50  # whose mean loss and accuracy the manifest has
-# Steps whose figures are read from the device at once: reading waits for it
+LAST_BATCHES = 50  # the manifest has their mean loss and accuracy
+# steps whose figures are read at once: reading waits for the device
 READ_EVERY, READ_EVERY_ELSEWHERE = {"cpu": 1}, 8
 
-# Settings that are not in the artifact's identity: a run may be resumed with other values.
+# not in the identity: a run may be resumed with other values
 WITHOUT_EFFECT = {
     "checkpoint_every": True,
     "objective": {"recompute"},  # rounding apart
-    "start": {"head"},  # an input of the identity, by its content and not by its path
+    "start": {"head"},  # enters as an input, by its content
 }
-# Settings of earlier versions, which run files and cards still name, at what is done now.
+# settings of earlier versions, with their present meaning
 GONE = {"data_share": 1.0, "batches.packed": False, "head.draft_tokens": None}
 
-# Called on the first rank with each row of metrics.jsonl; a resumed run repeats the steps behind
-# its checkpoint. One that raises is dropped with a warning: no tracker ends a run.
+# Called on the first rank with each row of metrics.jsonl; a resumed run repeats steps. One that
+# raises is dropped with a warning: no tracker ends a run.
 OnRow = Callable[[Mapping[str, Any]], None]
 
-# weights, two moments and the best head in a checkpoint; the head itself and its exports
+# weights, two moments and the best head in a checkpoint; the head and its exports
 HEAD_BYTES_PER_PARAMETER = 24
 
 
@@ -195,19 +195,17 @@ class Trainer:
         held_out: FeatureSource | None,
         ranks: Ranks,
     ) -> None:
-        self.ranks, self.source = ranks, source
-        self.vocabulary = TargetVocabulary.load(resolve_target(target, True))
-        check_same_target(self.source.meta, self.vocabulary)
-        self.start_head = None
+        self.config, self.ranks, self.source = config, ranks, source
+        self.vocabulary = vocabulary = TargetVocabulary.load(resolve_target(target, True))
+        check_same_target(source.meta, vocabulary)
+        self.start_head = self.held_out = None
         if config.start:
-            self.start_head = existing_head(config.start, config.head, source.meta, self.vocabulary)
-        self.config = config
-        self.held_out = None
-        if held_out is not None and len(held_out) and self.config.stop.measurements:
-            check_same_target(held_out.meta, self.vocabulary)
-            self.held_out = HeldOutSample(held_out, self.config.batches.tokens)
+            self.start_head = existing_head(config.start, config.head, source.meta, vocabulary)
+        if held_out is not None and len(held_out) and config.stop.measurements:
+            check_same_target(held_out.meta, vocabulary)
+            self.held_out = HeldOutSample(held_out, config.batches.tokens)
         check_settings(config, ranks, self.held_out is not None)
-        self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
+        self.settings = config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         # keeps the identities of runs with settings that went
         self.settings["batches"]["packed"], self.settings["head"]["draft_tokens"] = False, None
         self.inputs = dict(source.inputs)
@@ -229,9 +227,9 @@ class Trainer:
         usual = usual_learning_rate(size, LONG_RUN if config.start else num_steps)
         peak = config.learning_rate.peak or usual
         self.rate = config.learning_rate.model_copy(update={"peak": peak})
-        self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
+        self.measure_at = measured_steps(num_steps, config.stop) if self.held_out else set()
         content = checkpoint(output, ranks)
-        # the first rank's answers: other hosts may not see its folder, or have other processors
+        # by the first rank: other hosts may not see its folder, or have other processors
         auto = content.get("dtype") or quickest(ranks.device)  # a resumed run keeps its own
         asked = auto if config.dtype == "auto" else config.dtype
         resumes, dtype = ranks.broadcast_object(lambda: (bool(content), asked))
@@ -246,8 +244,7 @@ class Trainer:
 
     def _refuse_without_room(self, output: Artifact) -> None:
         shape = HeadConfig.for_target(self.vocabulary.config, self.config.head)
-        if self.start_head is not None:
-            shape = self.start_head.config
+        shape = self.start_head.config if self.start_head is not None else shape
         parameters = sum(map(math.prod, expected_shapes(shape).values()))
         present = sum(map(output.size, output.all_names()))
         needed, free = HEAD_BYTES_PER_PARAMETER * parameters - present, output.room()
@@ -288,8 +285,7 @@ class Trainer:
         self._finished = state.step
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
-        sizes = [len(batches) for batches in mine]
-        self._feed = feed(reader, sizes, state.step, self.module)
+        self._feed = feed(reader, list(map(len, mine)), state.step, self.module)
         if self.measure_at and state.step == 0:
             self._measure()
         pending: list[StepFigures] = []
@@ -310,15 +306,13 @@ class Trainer:
                         raise
                     if len(pending) < read_every and state.step not in due:
                         continue
-                    rows = self._read(pending, began, output)
+                    *_, row = self._read(pending, began, output)
                     pending = []
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
                     tau = f" tau {state.patience.best:.2f}" if state.patience.best else ""
-                    said = (
-                        f"loss {rows[-1]['loss']:.3f} accuracy {rows[-1]['accuracy'][0]:.3f}{tau}"
-                    )
-                    track(state.step, num_steps, said)
+                    note = f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
+                    track(state.step, num_steps, note)
                     if state.step < num_steps and (came := max(ranks.all_gather(signal_of()))):
                         raise StoppedError(came, state.step, num_steps)
                     began = time.monotonic()
@@ -327,7 +321,7 @@ class Trainer:
                 output.write_jsonl(METRICS, state.metrics)
             raise
         except EyasError:
-            # else the step's measurement is missing; before the first step there is nothing to keep
+            # not in mid-measurement, nor before the first step
             if state.step == self._finished > 0:
                 state.save(output, ranks)
             raise
@@ -361,13 +355,13 @@ class Trainer:
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             state.step = step - 1
             self._feed.close()  # a source may have one reader
-            unsound = []
             with self.ranks.raised_on_all():
-                for samples in self.source.batches(self.ranks.share(self.steps[state.step])):
-                    for one in samples:
-                        states = one.aux_hidden, one.last_hidden
-                        if not all(bool(of.isfinite().all()) for of in states):
-                            unsound.append(one.key)
+                unsound = [
+                    one.key
+                    for samples in self.source.batches(self.ranks.share(self.steps[state.step]))
+                    for one in samples
+                    if not (one.aux_hidden.isfinite().all() and one.last_hidden.isfinite().all())
+                ]
             names, broken = map(self.ranks.all_gather_flat, (keys, unsound))
             raise EyasError(
                 f"step {step} has loss {row['loss']} and gradient norm {row['grad_norm']}; its "
@@ -397,8 +391,7 @@ class Trainer:
         self._finished = step
         self._judged, self._trained = self._judged + row["judged"], self._trained + row["trained"]
         is_enough = self._judged >= ENOUGH_JUDGED or step == len(self.steps)
-        # those before a resume included
-        trained = any(one["trained"] for one in state.metrics)
+        trained = any(one["trained"] for one in state.metrics)  # before a resume too
         if is_enough and not self._trained and not self.ranks.broadcast_object(lambda: trained):
             raise UntrainedError(
                 f"nothing is trained: at none of {self._judged} positions of the answers is the "
@@ -475,9 +468,10 @@ class Trainer:
         }
         if last := state.metrics[-LAST_BATCHES:]:
             columns = zip(*(row["accuracy"] for row in last), strict=True)
-            accuracy = [sum(column) / len(last) for column in columns]
-            loss = sum(row["loss"] for row in last) / len(last)
-            facts["last_batches"] = {"loss": loss, "accuracy": accuracy}
+            facts["last_batches"] = {
+                "loss": sum(row["loss"] for row in last) / len(last),
+                "accuracy": [sum(column) / len(last) for column in columns],
+            }
         if self.held_out is not None:
             facts["held_out"] = {
                 "tau": state.patience.best,
