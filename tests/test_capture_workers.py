@@ -23,6 +23,7 @@ from eyas.features.forward import ForwardResult, ForwardTask, WorkerForward
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, writer
+from tests.fork_server import imported_once
 from tests.stages import killed_at_a_write, patched, write_answers
 from tests.tiny import tiny_target
 
@@ -80,7 +81,8 @@ def test_processes_change_nothing(target, answers, of_one_process, tmp_path, mon
 
     monkeypatch.setattr(stage.ShardWriter, "add", counted)
     output = Artifact(str(tmp_path / "features"))
-    capture(config_of(target, workers=3), answers, output)
+    with imported_once():
+        capture(config_of(target, workers=3), answers, output)
     assert contents(output) == of_one_process["own"]
     assert len(Features(output).entries) > 20
     assert min(counts.values()) > 5
@@ -116,7 +118,8 @@ def test_a_killed_worker_changes_nothing(
     relative = Path(os.path.relpath(target))
     config = config_of(relative, decoder=decoder, executor=executor, workers=2)
     output = Artifact(str(tmp_path / "features"))
-    capture(config, answers, output)
+    with imported_once():
+        capture(config, answers, output)
     assert target.with_name(f"killed-{decoder}-{executor}").exists()
     made = contents(output)
     made[MANIFEST]["facts"]["target"] = str(target)
@@ -139,7 +142,8 @@ def test_a_killed_run_goes_on_with_any_number_of_workers(
             patched.setattr(forward, "build", lambda: "decoder-else")
             with pytest.raises(MismatchError, match=r"parts so far .*-else"):
                 capture(config, answers, output)
-    capture(config.model_copy(update={"workers": workers}), answers, output)
+    with imported_once():
+        capture(config.model_copy(update={"workers": workers}), answers, output)
     assert contents(output) == of_one_process["own"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"
 

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.builtin import general_prompts
 from eyas.hub import resolve_head
+from tests.fork_server import fork_server
 from tests.object_stores import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,15 +60,11 @@ def commands() -> list[str]:
 class Reader:
     """One who goes through the page in a folder of a checkout."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Path) -> None:
         self.folder = folder
         (folder / "eyas").symlink_to(ROOT / "eyas")
         shutil.copytree(ROOT / "runs", folder / "runs")
-        shim = folder / "bin" / "eyas"
-        shim.parent.mkdir()
-        shim.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{EYAS}' \"$@\"\n")
-        shim.chmod(0o755)
-        self.env = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}"}
+        self.env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
         self.env |= {"EYAS_PRIVACY_KEY": "a key of nobody's, for this test alone"}
         self.head = spoilt(folder / "served")
         self.ports = {"8000": str(free_port()), "8001": str(free_port())}
@@ -153,8 +149,14 @@ def spoilt(folder: Path) -> Path:
     return folder
 
 
-def test_every_command_of_the_page_does_what_the_page_says(tmp_path):
-    reader = Reader(tmp_path)
+@pytest.fixture(scope="module")
+def program():
+    with fork_server(EYAS) as found:
+        yield found
+
+
+def test_every_command_of_the_page_does_what_the_page_says(tmp_path, program):
+    reader = Reader(tmp_path, program)
     said: dict[str, list[str]] = {}
     try:
         for command in commands():

@@ -25,6 +25,7 @@ from eyas.serve.server import ServeConfig
 from eyas.settings import validated
 from eyas.train.ranks import in_processes
 from tests.architectures import save_architecture
+from tests.fork_server import fork_server, imported_once
 from tests.tiny import tiny_target
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in")
@@ -61,9 +62,11 @@ def content(folder: Path, target: str = "builtin", **gpus) -> dict:
     }
 
 
-def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
+def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd, monkeypatch):
     asked = content(tmp_path)
-    done = {name: Artifact(url) for name, url in run(asked).items()}
+    with fork_server() as program, imported_once():
+        monkeypatch.setenv("EYAS_PROGRAM", str(program))
+        done = {name: Artifact(url) for name, url in run(asked).items()}
     answers = done["generate"].manifest()
     assert len(answers.facts["servers"]) == 2
     assert answers.config["answered_by"] == "servers, sent messages"
@@ -228,7 +231,7 @@ def fails_in_rank_one() -> str:
 
 
 def test_an_error_in_a_rank_is_a_message_and_its_exit_code(capfd):
-    with pytest.raises(EyasError, match="exit code 2") as raised:
+    with imported_once(), pytest.raises(EyasError, match="exit code 2") as raised:
         in_processes(2, fails_in_rank_one)
     assert raised.value.exit_code == 2
     assert "error: no room\n  -> make some" in capfd.readouterr().err

@@ -30,7 +30,7 @@ AHEAD_BYTES = 256 << 20  # of decoded samples, at least
 BATCHES_AHEAD = 2  # or the bytes of these
 S3_TIMEOUT = "120s"  # for a sample: some 30 MB of a target of 8 billion parameters
 HAS_OBSTORE = importlib.util.find_spec("obstore") is not None
-AGAIN = "restore this shard from a copy, or delete the folder and run `eyas capture` again"
+AGAIN = "restore this one shard from a copy, or delete the folder and run `eyas capture` again"
 
 Read = TypeVar("Read")
 ReadRange = Callable[[str, int, int], bytes]
