@@ -1,6 +1,4 @@
-"""The stage `capture`: the features are transformers', the mask is the target's words, every answer
-is accounted for.
-"""
+"""Stage `capture`: features are transformers', masks the target's words, no answer is lost."""
 
 import dataclasses
 import shutil
@@ -22,11 +20,7 @@ from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
-from eyas.features.samples import (
-    SamplePlan,
-    forward_batches,
-    plan_samples,
-)
+from eyas.features.samples import SamplePlan, forward_batches, plan_samples
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import OwnDecoder
@@ -81,10 +75,7 @@ def captured(target, answers, tmp_path_factory) -> Artifact:
 
 
 def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
-    """EAGLE-3's layers: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
-    final norm. They are as near to its float64 as its own float32. The best tokens are its own
-    where a teacher is asked.
-    """
+    """As near to transformers' float64 as its own float32."""
     exact, single = (
         AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
         for dtype in (torch.float64, torch.float32)
@@ -172,7 +163,6 @@ def test_the_split_goes_by_prompt(captured):
 
 
 def test_merged_turns_have_the_features_of_the_turns_alone(target, tmp_path, output):
-    """One conversation as one sample: the same features, and the union of the masks."""
     dialogues = [
         ("Hi", f"a table {at}", "San Jose?", "I would like", "7", "yes") for at in range(5)
     ]
@@ -287,7 +277,6 @@ def test_answers_of_another_target_are_refused(answers, tmp_path, output):
 
 
 def test_nothing_to_capture(tmp_path, output):
-    """A target that never ends a turn: every answer is cut, and cut ones are left out."""
     target = tiny_target(tmp_path / "target")
     config = GenerateConfig(target=str(target), max_tokens=1)
     made = Artifact(str(tmp_path / "answers"))
@@ -304,9 +293,6 @@ def planned(token_ids: list[int], number: int = 0) -> SamplePlan:
 
 
 def test_alone_a_samples_values_depend_on_nothing_beside_it(target, answers, tmp_path):
-    """batch_tokens 1: the same bits whichever splits are kept, and however the samples are cut into
-    batches.
-    """
     whole, part = (Artifact(str(tmp_path / name)) for name in ("whole", "part"))
     capture(config_of(target, batch_tokens=1), answers, whole)
     manifest = capture(config_of(target, batch_tokens=1), answers, part, splits=("held_out",))

@@ -1,6 +1,4 @@
-"""Capture by transformers: on every family the hooks see what the model itself says; a common
-beginning changes nothing.
-"""
+"""Capture by transformers: on every family the hooks see what the model itself says."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def decoders(folders) -> dict[str, HookedDecoder]:
 
 
 def stated(folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model itself says: three hidden states, the one that feeds
-    lm_head, and the logits.
-    """
+    """Three hidden states, the one that feeds lm_head, and the logits, as the model says."""
     attention = {"attn_implementation": "eager"} if folder.name == "gemma2" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, **attention).eval()
     n = model.config.num_hidden_layers
@@ -89,9 +85,7 @@ def test_our_own_decoder_and_transformers_agree(family, folders, decoders):
 
 @pytest.mark.parametrize("family", EVERY)
 def test_the_vocabulary_says_what_the_model_says(family, folders):
-    """Soft caps and scales of logits included; and the embeddings are those that the model looks
-    up.
-    """
+    """With soft caps and scales of logits."""
     vocabulary = TargetVocabulary.load(folders[family])
     _, last_hidden, logits = stated(folders[family], TOKENS)
     torch.testing.assert_close(vocabulary.logits(last_hidden[0]), logits[0], rtol=1e-4, atol=1e-4)
@@ -102,7 +96,6 @@ def test_the_vocabulary_says_what_the_model_says(family, folders):
 
 
 def test_the_soft_cap_is_there_to_be_seen(folders):
-    """The test above would hold no water on a target whose logits are far below the cap."""
     vocabulary = TargetVocabulary.load(folders["gemma2"])
     _, last_hidden, logits = stated(folders["gemma2"], TOKENS)
     assert (last_hidden[0] @ vocabulary.lm_head.T - logits[0]).abs().max() > 0.5
@@ -162,7 +155,7 @@ def test_a_config_that_transformers_does_not_know(tmp_path):
 
 
 class TwoLists(nn.Module):
-    """A model whose layers cannot be told: two lists of eight, each called in order."""
+    """Two lists of eight layers, each called in order."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

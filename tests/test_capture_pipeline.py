@@ -1,6 +1,4 @@
-"""A target that our own engine does not run: trained on online too, and in words not served here.
-What stages make of it is tested in test_architectures.py.
-"""
+"""A target that our own engine does not run: trained on online, refused by `serve` and `run`."""
 
 from __future__ import annotations
 

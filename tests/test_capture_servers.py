@@ -1,4 +1,4 @@
-"""Features from servers are our own decoder's within the precision's noise, or nothing is stored.
+"""Features from servers are our decoder's within the precision's noise, or nothing is stored.
 
 The live test needs a vLLM: EYAS_VLLM_PYTHON names its interpreter.
 """
@@ -108,7 +108,6 @@ def own(target, answers, tmp_path_factory) -> Artifact:
 def losses(
     target: Path | str, features: FeatureSource, held_out: FeatureSource, root: Path
 ) -> list[float]:
-    """Of every step of a training in float32."""
     settings = {
         "head": {"draft_vocab_size": 320},
         "epochs": 1,
@@ -122,7 +121,6 @@ def losses(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_servers_give_the_features_of_our_decoder(engine, target, answers, own, tmp_path):
-    """Of both engines and by two servers, in the store's order; no file stays."""
     behaviour, output = right(engine, target, tmp_path), Artifact(str(tmp_path / "features"))
     with serving_states(behaviour) as one, serving_states(behaviour) as other:
         manifest = capture(config_of(target, one.url, other.url), answers, output)
@@ -189,7 +187,6 @@ def test_without_a_server_the_command_to_start_one_is_shown(target, answers, tmp
 
 
 def test_a_killed_server_costs_nothing(target, answers, own, tmp_path):
-    """The run ends, whole shards stay, and another server does the rest."""
     output, behaviour = Artifact(str(tmp_path / "features")), right("vllm", target, tmp_path)
     with (
         serving_states(replace(behaviour, dies_after=12)) as server,
@@ -203,9 +200,7 @@ def test_a_killed_server_costs_nothing(target, answers, own, tmp_path):
 
 
 def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path):
-    """Files of this run's requests to this server; other runs, and other ranks of this one, may
-    share the folder.
-    """
+    """Other runs, and other ranks of this one, may share the folder."""
     server, other = (
         StateServer("http://127.0.0.1:1", FleetConfig(), None, (), run)
         for run in ("1234567890abcd", "other")
@@ -272,7 +267,6 @@ def served_file(folder: Path, name: object) -> StateServer:
 
 
 def test_what_a_server_leaves_is_finished(target):
-    """The norm, and the last layer with it, by transformers' modules."""
     ids, decoder = list(range(40, 75)), HookedDecoder.load(target, "float32")
     layers, states = decoder.layers(ids), decoder.states([ids])
     taps = torch.cat([layers[tap] for tap in decoder.shape.default_taps], dim=-1)
@@ -307,7 +301,7 @@ def test_training_reads_servers_without_a_store(target, answers, own, tmp_path):
 
 @pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")
 def test_a_live_vllm_gives_the_features_of_our_decoder(tmp_path):
-    """By the command that we print; its prefill is cut into chunks and its prefix cache is used."""
+    """Its prefill is cut into chunks and its prefix cache is used."""
     target = str(target_folder())
     answers = answers_of(target, tmp_path, count=12, max_tokens=60)
     own, served = Artifact(str(tmp_path / "own")), Artifact(str(tmp_path / "served"))

@@ -1,4 +1,4 @@
-"""Capture by several processes, here and on Ray: the bytes of one process, whoever of them dies."""
+"""Capture by several processes, here and on Ray: the bytes of one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
 
 
 def contents(output: Artifact) -> dict[str, Any]:
-    """All files; the manifest without its time and place."""
+    """All files; the manifest without time and place."""
     files: dict[str, Any] = {name: output.read(name) for name in output.all_names()}
     files[MANIFEST] = json.loads(files[MANIFEST])
     del files[DONE], files[MANIFEST]["created"], files[MANIFEST]["url"]
@@ -71,7 +71,6 @@ def of_one_process(target, answers, tmp_path_factory) -> dict[str, dict[str, Any
 
 
 def test_processes_change_nothing(target, answers, of_one_process, tmp_path, monkeypatch):
-    """Three, which encode what they compute once the codec is known."""
     counts = {"encoded": 0, "as they are": 0}
     add = stage.ShardWriter.add
 
@@ -89,7 +88,7 @@ def test_processes_change_nothing(target, answers, of_one_process, tmp_path, mon
 
 
 def load_or_be_killed(config: CaptureConfig, target_fingerprint: str) -> Any:
-    """A decoder whose process is killed amid its work, the first time that one gets so far."""
+    """The first process that gets to KILLED_AT is killed."""
     assert Path(config.target).is_absolute(), "another host stands in another folder"
     forward = load_on_worker(config, target_fingerprint)
     decoder = forward._decoder
@@ -130,7 +129,6 @@ def test_a_killed_worker_changes_nothing(
 def test_a_killed_run_goes_on_with_any_number_of_workers(
     target, answers, of_one_process, tmp_path, monkeypatch, workers
 ):
-    """On the library that began it: another variant's last bits differ."""
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     several = config.model_copy(update={"workers": 3 - workers})
     kept = killed_at_a_write(
@@ -157,7 +155,6 @@ def test_where_the_work_runs_is_no_part_of_the_identity(target, answers):
 def test_a_target_that_a_worker_does_not_have_is_refused_by_the_name_of_its_host(
     target, tmp_path, monkeypatch
 ):
-    """A folder of the first host alone, or another model under the same path."""
     monkeypatch.setattr(forward.socket, "gethostname", lambda: "host-b")
     made_for, absent = fingerprint(target), config_of(tmp_path / "absent")
     with pytest.raises(MissingInputError, match=r"host-b: no target folder at .*absent") as raised:
@@ -170,8 +167,6 @@ def test_a_target_that_a_worker_does_not_have_is_refused_by_the_name_of_its_host
 
 
 class Hosts(LocalExecutor):
-    """Results of workers that computed otherwise."""
-
     def __init__(self, *results: ForwardResult) -> None:
         super().__init__(ForwardTask(lambda: pytest.fail("computes"), 1), len(results))
         self._results = results

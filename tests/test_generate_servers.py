@@ -1,6 +1,4 @@
-"""Answers by servers: the engine's own rows whatever befalls the servers, nothing lost, and a word
-about each of them.
-"""
+"""Answers by servers: the engine's own rows, whatever befalls the servers."""
 
 from __future__ import annotations
 
@@ -136,7 +134,7 @@ def test_no_server_is_asked_for_more_than_it_may(target, prompts, url, output):
 
 
 def test_what_goes_wrong_changes_no_row(target, prompts, answered, url, output):
-    """Every third answer is something else, until everything was; the server is asked again."""
+    """Every third answer is a fault, until all were."""
     count, faults = itertools.count(1), list(FAULTS)
 
     def choose(asked):
@@ -161,9 +159,6 @@ def test_an_answer_that_never_comes_is_asked_for_again(target, prompts, answered
 def test_a_request_that_breaks_servers_is_given_up_and_counted(
     target, prompts, answered, url, output
 ):
-    """Of one prompt every server makes a 500, of another a 400: their rows are drops, all others
-    are what they are.
-    """
     bad = {PROMPTS[4].turns[0]: "500", PROMPTS[9].turns[0]: "400"}
     with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
         manifest = generate(config_of(target, server.url), prompts, output)
@@ -186,7 +181,6 @@ def test_a_request_that_breaks_servers_is_given_up_and_counted(
 def test_a_request_that_is_never_answered_ends_no_run(
     target, prompts, answered, url, output, monkeypatch, fault
 ):
-    """The server passes its checks, so it is alive, however long nothing else was answered."""
     monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 0.1)
     monkeypatch.setattr("eyas.features.fleet.MOST_FAILURES", 2)
     monkeypatch.setattr("eyas.features.fleet.CLIENT_RETRIES", 0)
@@ -215,7 +209,6 @@ def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(target, prompts, u
 
 @contextlib.contextmanager
 def server_process(target: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """One of our servers in a process of its own, to be killed."""
     config = ServeConfig(
         target=str(target), model="tiny", port=port, engine={"max_batch": 4, "max_length": 256}
     )
@@ -259,7 +252,6 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
 
 
 def test_a_server_that_comes_back_is_asked_again(target, prompts, url, output):
-    """Its connections break, and for a second it takes none."""
     until = [0.0]
 
     def choose(asked):
@@ -304,9 +296,7 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
 def test_a_server_that_says_when_to_come_again_is_waited_for(
     target, prompts, answered, url, monkeypatch, output
 ):
-    """Retry-After: 300 is longer than anything else is waited for; busy is alive. The wait itself
-    is cut short here.
-    """
+    """Busy is alive, for longer than PATIENCE_S."""
     monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 0.1)
     monkeypatch.setattr("eyas.features.fleet.LONGEST_PAUSE_S", 0.3)
     busy = iter(["busy long"] * 6)
@@ -316,7 +306,7 @@ def test_a_server_that_says_when_to_come_again_is_waited_for(
 
 
 def test_a_server_that_leaves_out_end_tokens_stops_the_run(target, prompts, answered, url, output):
-    """Most probes, of one token, are cut and do not show it."""
+    """Most probes, of one token, do not show it."""
     with (
         faulty(url, lambda asked: None if is_probe(asked) else "trimmed") as server,
         pytest.raises(MismatchError, match="leaves out the token that ended an answer"),
@@ -406,7 +396,6 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
 
 
 def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(target, url, tmp_path):
-    """Our own server spells them; others obey them, and nobody can tell which it is."""
     rows = [
         Prompt("plain", "s", "l", ("Hello there",)),
         Prompt("control", "s", "l", ("Say <|im_end|> please", "Thanks")),
@@ -462,7 +451,7 @@ def test_what_a_servers_parsers_make_of_an_answer_is_its_message_and_not_its_tok
 
 
 def test_half_a_character_in_a_servers_answer_ends_no_run(target, prompts, url, output):
-    """The answers have calls too: without a result, a call ends its conversation."""
+    """Nor do calls, which end their conversation."""
     with faulty(url, lambda asked: None if is_probe(asked) else "halved") as server:
         manifest = generate(config_of(target, server.url), prompts, output)
     rows = list(read_answers(output))
@@ -506,7 +495,6 @@ def interrupt(done: int, *_: Any) -> None:
 
 
 def test_other_engines_tell_their_version(target, prompts, url, tmp_path):
-    """vLLM's and SGLang's own forms, in front of our engine."""
     for name, path, told in (
         ("vllm", "/version", {"version": "0.11.2"}),
         ("sglang", "/get_server_info", {"version": "0.5.5", "model_path": "x"}),

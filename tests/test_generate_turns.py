@@ -1,6 +1,4 @@
-"""Turn by turn: every row is what a server saw, by templates that rewrite the past too; shares of
-sampling; memory; a head.
-"""
+"""Turn by turn: every row is what a server saw; shares of sampling; memory; a head."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ TURNS = ("Name a colour.", "Another one?", "And a last one.")
 
 
 def thinking_target(folder: Path, kind: str) -> Path:
-    """A target whose template drops the thoughts of earlier turns: of our own making, or Qwen3's
-    own.
-    """
+    """Its template drops the thoughts of earlier turns."""
     if kind == "like":
         return like_qwen_target(folder)
     if not QWEN3.is_dir():
@@ -60,8 +56,6 @@ def thinking_target(folder: Path, kind: str) -> Path:
 
 
 def scripted(chat: Chat) -> type[ScriptedEngine]:
-    """An engine that thinks, says something and ends its turn."""
-
     class Thinking(ScriptedEngine):
         script = (
             *chat.tokenizer.encode(THOUGHTS + SAID, add_special_tokens=False).ids,
@@ -74,9 +68,6 @@ def scripted(chat: Chat) -> type[ScriptedEngine]:
 @pytest.mark.parametrize("kind", ["like", "real"])
 @pytest.mark.parametrize("by", ["engine", "server"])
 def test_a_template_that_drops_earlier_thoughts(kind, by, tmp_path, monkeypatch):
-    """A row holds the thoughts as they were said; what the target read of earlier turns is what the
-    template leaves.
-    """
     target = thinking_target(tmp_path / "target", kind)
     chat = Chat(target)
     thinking = scripted(chat)
@@ -116,9 +107,7 @@ def test_a_template_that_drops_earlier_thoughts(kind, by, tmp_path, monkeypatch)
 
 
 def test_an_answer_in_parts_ends_its_conversation_where_nothing_parses_it(tmp_path, monkeypatch):
-    """Control tokens between thoughts and answer are in the record; the text of both in one would
-    be no earlier turn that a server shows the target.
-    """
+    """Their text in one would be no earlier turn that a server shows the target."""
     target = tiny_target(tmp_path / "target", vocab_size=440)
     for path in target.glob("tokenizer*"):
         path.unlink()
@@ -169,7 +158,6 @@ def test_shares_of_conversations_are_sampled_as_they_say(tmp_path):
 
 
 def test_several_conversations_with_each_prompt(tmp_path):
-    """One of each share, whole conversations, and each a sample with a key of its own."""
     target = talking_target(tmp_path / "target")
     prompts = prompts_of(12)
     output = Artifact(str(tmp_path / "answers"))
@@ -254,7 +242,6 @@ def test_sampling_that_cannot_be(sampling, match):
 
 
 def test_memory_holds_one_part_and_what_is_running(tmp_path, monkeypatch):
-    """Not all conversations: with 300 of them, as many as with 30."""
     target = talking_target(tmp_path / "target")
     alive: weakref.WeakSet[Conversation] = weakref.WeakSet()
     made, most = [0], [0]
@@ -280,7 +267,6 @@ def test_memory_holds_one_part_and_what_is_running(tmp_path, monkeypatch):
 
 
 def test_a_head_changes_no_row(tmp_path):
-    """Nor is it part of what was done: a run may go on with another one, or without."""
     target = talking_target(tmp_path / "target")
     head = head_folder(target, tmp_path / "head")
     prompts = write_prompts(tmp_path / "prompts", prompts_of(23))

@@ -1,8 +1,5 @@
-"""The objective against loops in float64 that know nothing of how the package computes it, and
-against numbers on disk.
-
-The goldens, tests/goldens/objective.json, are the loops' own: `python -m tests.test_loss` writes
-them.
+"""The objective against loops in float64, and against goldens that the loops wrote (`python -m
+tests.test_loss`: goldens/objective.json).
 """
 
 from __future__ import annotations
@@ -82,7 +79,6 @@ def plain_outcome(head, weights, samples, **config):
 
 
 def assert_equals_the_loops(head, batch, samples, **config):
-    """Loss, per step losses and counts, and gradients, to 1e-6."""
     outcome, weights = outcome_of(head, batch, **config), weights_of(head)
     outcome.loss.backward()
     plain = plain_outcome(head, weights, samples, **config)
@@ -127,9 +123,7 @@ def test_every_option_of_the_head_equals_the_loops(flags, recompute, monkeypatch
     ids=["plain", "window", "window and norms"],
 )
 def test_what_is_computed_again_is_what_was_kept(flags, dtype, monkeypatch):
-    """But for the order of float32's sums; over other rows bfloat16's products round otherwise, and
-    where weights' gradients are summed over parts, each part is rounded.
-    """
+    """But for the order of float32's sums; in bfloat16 each part is rounded."""
     sums = 5e-6
     beyond = [number % 8 > 1 for number in range(100)]  # the window
     vocabulary = tiny_vocabulary()
@@ -156,7 +150,6 @@ def test_what_is_computed_again_is_what_was_kept(flags, dtype, monkeypatch):
 
 
 def golden(outcome, gradients):
-    """What is kept of a loss and its gradients, in the order of the head's weights."""
     norms = [0.0 if grad is None else float(grad.norm()) for grad in gradients]
     counts = {
         key: [int(count) for count in getattr(outcome, key)]
@@ -206,7 +199,6 @@ def test_judged_are_the_tokens_that_serving_drafts(mask):
 
 
 def test_the_cases_hold_misses_hits_and_undraftable_slots():
-    """Otherwise the equality above would say little."""
     outcome = outcome_of(wavy_head().double(), doubled(made_up_batch([TURNS, ANSWER, [True] * 30])))
     assert 0 < outcome.num_trained.sum() < outcome.num_judged.sum()
     assert 0 < outcome.num_hits.sum() < outcome.num_trained.sum()
@@ -220,9 +212,6 @@ def test_shifted_reads_ahead(row, by):
 
 
 def test_tokens_outside_the_answer_do_not_teach():
-    """What the target thought of the prompt, and of the answer's last token, has no influence on
-    loss or gradient.
-    """
     mask = [False] * 5 + [True] * 4 + [False] * 3
     batch = made_up_batch([mask])
     losses = []
@@ -272,7 +261,6 @@ def test_stored_best_tokens_are_taken_where_all_are_known(monkeypatch):
 
 @pytest.mark.parametrize("at_once", [1, 7, 64, 10_000])
 def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
-    """Rows and columns cut in odd places: the teacher, the loss and its gradients stay."""
     batch, results = doubled(made_up_batch([[True] * 30, TURNS])), []
     for size in (1 << 23, at_once):
         monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", size * 30)
@@ -323,7 +311,6 @@ def test_the_losses_gradient_is_autograds_own():
 
 
 def test_the_losses_are_one_graph_for_a_compiler():
-    """Rows and teachers of any number; the gradient is written in place."""
     compiled = torch.compile(part_losses, backend="aot_eager", fullgraph=True)
     for R, U in ((6, 3), (9, 4)):
         logits_RW, weight_R = 3 * waves(R, 7, seed=R), waves(R, seed=1)

@@ -41,7 +41,7 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(target, tmp_path_factory) -> Artifact:
-    """To prompts of which half share a long system prompt, so that there are shared prefixes."""
+    """Half of the prompts share a long system prompt."""
     root = tmp_path_factory.mktemp("answers")
     output = Artifact(str(root / "answers"))
     system = "The address is 71 North Street. " * 20
@@ -61,7 +61,7 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def both(request, target, answers, tmp_path_factory) -> tuple[Artifact, OnlineTarget]:
-    """A lossless store and the target at hand, of the same settings."""
+    """A lossless store and the target, of the same settings."""
     config = config_of(target, store_dtype=request.param)
     store = Artifact(str(tmp_path_factory.mktemp("store") / "features"))
     capture(config, answers, store)
@@ -106,7 +106,6 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(both):
 
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
 def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
-    """A store has the target's best tokens: its training makes no product over the vocabulary."""
     store, at_hand = both
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     with monkeypatch.context() as patch:
@@ -125,9 +124,7 @@ def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
 
 
 def test_a_run_that_was_cut_goes_on_online(target, answers, tmp_path):
-    """With batches computed together too: what is computed together does not depend on where a run
-    was cut.
-    """
+    """With batches computed together."""
     config = config_of(target, batch_tokens=4096)
     outputs = [Artifact(str(tmp_path / name)) for name in ("whole", "cut")]
     train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[0])
@@ -163,7 +160,6 @@ def test_what_is_computed_together_is_other_work(target, answers):
 
 
 def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tmp_path):
-    """A finished head is found without it."""
     output = Artifact(str(tmp_path / "head"))
     train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
@@ -173,7 +169,6 @@ def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tm
 
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
 def test_from_the_command_line(target, answers, both, tmp_path):
-    """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
     setting = both[1].config.model_dump(mode="json", exclude={"target"})
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))

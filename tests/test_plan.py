@@ -48,10 +48,7 @@ from tests.test_cli import run_eyas
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 TRAIN = TrainConfig(
-    head={"draft_vocab_size": 64},
-    objective={"num_ttt_steps": 2},
-    epochs=2,
-    batches={"tokens": 256},
+    head={"draft_vocab_size": 64}, objective={"num_ttt_steps": 2}, epochs=2, batches={"tokens": 256}
 )
 # An earlier answer is marked, so that no turn begins with the tokens of the one before.
 REWRITES = TEMPLATE.replace(

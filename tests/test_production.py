@@ -50,7 +50,7 @@ SIZES = {
 
 
 def commands() -> list[str]:
-    """The lines of the page's blocks, without remarks; what a block shows is no command."""
+    """The lines of the page's blocks, without remarks and output."""
     blocks = re.findall(r"^```\n(.*?)^```", PAGE, re.S | re.M)
     lines = [line.partition(" # ")[0].strip() for block in blocks for line in block.splitlines()]
     known = "eyas|mkdir|zcat|curl" if shutil.which("curl") else "eyas|mkdir|zcat"
@@ -58,8 +58,6 @@ def commands() -> list[str]:
 
 
 class Reader:
-    """One who goes through the page in a folder of a checkout."""
-
     def __init__(self, folder: Path, program: Path) -> None:
         self.folder = folder
         (folder / "eyas").symlink_to(ROOT / "eyas")
@@ -71,7 +69,7 @@ class Reader:
         self.servers: dict[str, subprocess.Popen[str]] = {}
 
     def here(self, command: str) -> str:
-        """A command of the page at this test's names and sizes."""
+        """A command at this test's names and sizes."""
         line = re.sub(r"(--target )smollm2", r"\1builtin", command)
         line = re.sub(r"(--head |eyas eval |eyas export )smollm2", rf"\1{self.head}", line)
         for port, own in self.ports.items():
@@ -92,7 +90,7 @@ class Reader:
         return done.returncode, done.stdout
 
     def serve(self, line: str) -> None:
-        """Start a server, in place of one at the same port."""
+        """In place of a server at the same port."""
         port = line.split("--port ")[1].split()[0]
         self.stop(port)
         server = subprocess.Popen(
@@ -139,7 +137,7 @@ class Reader:
 
 
 def spoilt(folder: Path) -> Path:
-    """The packaged head with noise on fc: it drafts worse than it could."""
+    """The packaged head with noise on fc."""
     shutil.copytree(resolve_head("builtin"), folder)
     weights = load_file(folder / "model.safetensors")
     fc = weights["fc.weight"].float()

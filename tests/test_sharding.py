@@ -1,6 +1,5 @@
-"""Muon of weights split over ranks is Muon of whole ones, to the bit, which is torch's where it can
-be; every row lies on one rank; what a step keeps of each token; ranks begin as one process does, on
-their share of the cores.
+"""Muon of split weights is Muon of whole ones, to the bit; a step keeps little of each token; ranks
+begin as one process does, on their share of the cores.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ STEPS = 3
 
 
 class Matrices(nn.Module):
-    """Matrices whose gradients are given."""
+    """Their gradients are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class Matrices(nn.Module):
 
 
 def stepped(module: Matrices, optimizer: torch.optim.Optimizer, num_ranks: int) -> None:
-    """STEPS updates, of gradients that sum to the same on any number of ranks."""
+    """STEPS updates; gradients sum to the same on any number of ranks."""
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         given = [waves(*shape, seed=100 * step + at) for at, shape in enumerate(SHAPES)]
@@ -130,7 +129,6 @@ class Living(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Of the storages that are alive."""
         return sum(size for made, size in self._made.values() if not made.expired())
 
 
@@ -139,7 +137,7 @@ def id_of(tensor: torch.Tensor) -> int:
 
 
 def kept_bytes(args: argparse.Namespace, tokens: int, recompute: bool) -> int:
-    """What a forward over a batch of so many answer tokens keeps for its backward."""
+    """What a forward keeps for its backward."""
     args.tokens = tokens
     made = train_step.world(args, [train_step.sample(args, tokens, 1.0, 0)], "cpu")
     module = LossModule(
@@ -168,7 +166,6 @@ def test_a_step_keeps_little_of_each_token():
 
 
 def fitted(ranks: Ranks) -> Head:
-    """A new head, fitted to the rank's share of five conversations."""
     head, samples = wavy_head(fc_norm=True), made_up_samples([[False] + [True] * 11] * 5)
     fit_to_features(head, ranks.share(samples), ranks)
     return head
@@ -182,7 +179,6 @@ def fitted_rank(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def test_ranks_begin_as_one_process_does(tmp_path):
-    """Without a sum over the ranks each would begin by its own conversations."""
     port = free_port()
     torch.multiprocessing.spawn(fitted_rank, (2, port, str(tmp_path)), 2)
     alone = fitted(Ranks())
@@ -194,7 +190,7 @@ def test_ranks_begin_as_one_process_does(tmp_path):
 
 
 def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
-    """torchrun states 1 for each rank where its user stated nothing."""
+    """torchrun states 1 where its user stated nothing."""
     script = tmp_path / "ranks.py"
     script.write_text(
         "from eyas.train.ranks import joined, threads_of_rank\nimport torch\n"

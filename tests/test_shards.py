@@ -88,7 +88,6 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
 
 
 def test_features_of_version_2_are_read_and_know_no_best_tokens(tmp_path, monkeypatch):
-    """Its bytes are those of samples without an argmax."""
     monkeypatch.setattr(writer_module, "FORMAT", 2)
     old = [replace(make_sample(n), argmax=torch.full((1 + n % 7,), -1).int()) for n in range(5)]
     artifact = write(Artifact(str(tmp_path / "features")), old)
@@ -101,7 +100,7 @@ def test_features_of_version_2_are_read_and_know_no_best_tokens(tmp_path, monkey
 
 
 def test_every_bfloat16_survives_numpy_and_back():
-    """All 65,536 bit patterns: subnormals, both zeros, infinities and every NaN payload."""
+    """Subnormals, both zeros, infinities and every NaN payload."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     meta = META.model_copy(update={"hidden_size": 4})
     length = len(patterns) // (4 * meta.hidden_size)
@@ -121,7 +120,7 @@ def test_every_bfloat16_survives_numpy_and_back():
     st.sampled_from(["bfloat16", "float32"]),
 )
 def test_a_shard_is_an_ordinary_safetensors_file(lengths, hidden, dtype):
-    """Odd lengths and sizes on purpose: the other reader insists on alignment and on no gaps."""
+    """Odd sizes: the other reader insists on alignment without gaps."""
     meta = META.model_copy(update={"hidden_size": hidden, "dtype": dtype})
     artifact = Artifact(f"memory://{uuid.uuid4()}")
     writer = ShardWriter(artifact, "train", meta)
@@ -221,9 +220,7 @@ def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
 def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path, keep):
-    """A store may show half of an upload; it has no note beside it. What has one was whole and is
-    broken.
-    """
+    """A store may show half of an upload, without a note."""
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
     for number in range(4):
@@ -243,7 +240,6 @@ def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path,
 
 @pytest.mark.parametrize("place", ["{}/features", "memory://{}/features"])
 def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
-    """Not after a minute, as a store that does not answer."""
     artifact = write(Artifact(place.format(tmp_path)), [make_sample(n) for n in range(4)])
     name = next(name for name in artifact.names() if name.endswith(".safetensors"))
     artifact._fs.pipe_file(artifact._path(name), artifact.read(name)[:-40])
@@ -295,7 +291,6 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path, monkeypatch, num
 
 
 def test_a_large_sample_ends_its_shard(tmp_path, monkeypatch):
-    """Memory is bounded by bytes, not by a number of samples."""
     monkeypatch.setattr(writer_module, "SHARD_BYTES", 10 * META.bytes_per_token)
     samples = [make_sample(number, length) for number, length in enumerate((4, 4, 2, 30, 1))]
     features = Features(write(Artifact(str(tmp_path / "features")), samples))
@@ -361,9 +356,6 @@ def test_a_broken_sample_is_an_error_in_its_place(tmp_path):
 
 
 def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
-    """Results that were not given out yet, those being made and the last one given out: their sizes
-    never exceed it.
-    """
     begun: list[int] = []
     sizes = [30, 40, 90, 5, 5, 5, 300, 50, 50]
 

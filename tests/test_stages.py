@@ -1,5 +1,5 @@
-"""The contract of every stage: a folder is claimed for one work, work that is done is not done
-again, work that was killed is resumed to the same bytes, and an object store holds the same files.
+"""The contract of every stage: a folder is claimed for one work; done work is not done again;
+killed work resumes to the same bytes; an object store holds the same files.
 
 A stage more is one row of `STAGES`.
 """
@@ -39,9 +39,7 @@ NUM_PROMPTS = 24
 
 @dataclass(frozen=True)
 class Stage:
-    """run: does the work into an artifact; its `change` makes it other work. differs: files whose
-    bytes another run may change, as they hold times.
-    """
+    """run: does the work; its `change` makes it other work. differs: files that hold times."""
 
     name: str
     run: Callable[[World, Artifact, int, Track], Manifest]
@@ -130,7 +128,7 @@ def stage(request) -> Stage:
 
 
 def contents(artifact: Artifact, stage: Stage) -> dict[str, str]:
-    """The checksums in the manifest, by file, of those that do not differ; each is checked."""
+    """Checksums by file, of those that do not differ; each is checked."""
     files = artifact.manifest(stage.name).files
     for name in files:
         artifact.read(name)  # raises for another checksum
@@ -142,7 +140,6 @@ def contents(artifact: Artifact, stage: Stage) -> dict[str, str]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file with its time and bytes."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -189,7 +186,7 @@ def writes(world: World, stage: Stage, output: Artifact) -> Iterator[str]:
 
 
 def killed_before_write(world: World, stage: Stage, output: Artifact, number: int) -> None:
-    """Run the stage in a process that is killed (SIGKILL) in place of its write of this number."""
+    """The process is killed in place of its write of this number."""
     left, write = [number], Artifact.write
 
     def write_or_die(self: Artifact, name: str, data: bytes) -> None:
@@ -207,9 +204,7 @@ def killed_before_write(world: World, stage: Stage, output: Artifact, number: in
 
 
 def test_killed_work_is_not_read_as_whole_and_is_resumed_to_the_same_bytes(world, stage, tmp_path):
-    """Before each of its writes, the first (the claim) and the last (the done marker) among them;
-    of many, before some.
-    """
+    """Before its first write (the claim), the last (the done marker), and some between."""
     whole, written = (
         getattr(world, stage.name),
         list(writes(world, stage, Artifact(f"{tmp_path}/w"))),
@@ -259,7 +254,6 @@ def test_an_object_store_holds_the_same(world, stage, tmp_path):
     [(TypeError, 1), (KeyError, 1), (FileNotFoundError, 1), (ConnectionError, 3), (OSError, 3)],
 )
 def test_a_store_is_asked_again_for_an_outage_alone(monkeypatch, error, asked):
-    """A mistake in the code was once retried for a minute and reported as an outage."""
     monkeypatch.setattr("eyas.stores.FIRST_PAUSE_S", 0.0)
     calls = []
 

@@ -1,6 +1,4 @@
-"""Training by several processes: the loss of one, the same bits after a kill, the same order of the
-data on any number of ranks.
-"""
+"""Training by several processes: the loss of one, the same bits after a kill."""
 
 from __future__ import annotations
 
@@ -61,8 +59,6 @@ AGAIN = {**BY_FOUR, "objective": {**CONFIG["objective"], "recompute": True}}  # 
 
 
 class Runs:
-    """Launches, by name of the output folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = tiny_target(folder / "target", num_hidden_layers=8)
@@ -138,9 +134,8 @@ def runs(tmp_path_factory) -> Runs:
 
 
 def assert_like_one(runs: Runs, name: str, one: str = "one", noise: float = 1.0) -> None:
-    """A run has the losses and the weights of `one`; the sums of more ranks have another order, and
-    Muon's iteration in bf16 makes a rounding of the gradient one of 2^-8 of a weight's step. noise:
-    of a step, by that of float32.
+    """Sums of more ranks have another order, and Muon's bf16 iteration turns a rounding into 2^-8
+    of a weight's step. noise: of a step, by that of float32.
     """
     ours, ones = runs.rows(name), runs.rows(one)
     # one step: its gradient is the same up to rounding
@@ -228,7 +223,6 @@ def test_an_error_on_one_rank_stops_all_with_its_message(runs):
 
 
 def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
-    """The command of the README, with a real launcher."""
     words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "eyas.cli.main", *words]
     done = subprocess.run([*command, *TINY], cwd=ROOT, capture_output=True, text=True, env=ONE_CORE)
@@ -238,9 +232,7 @@ def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
 
 
 def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
-    """Both commands of docs/several-hosts.md, on this machine: one process each, tiny sizes, and
-    an output folder for each host, of which one stays unused.
-    """
+    """docs/several-hosts.md on this machine, tiny."""
     page = (ROOT / "docs" / "several-hosts.md").read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("torchrun ")]
     assert len(commands) == 2
@@ -299,7 +291,7 @@ def test_a_run_of_all_stages_is_work_for_one_process(monkeypatch):
 
 
 def test_features_are_read_by_the_rank_that_needs_them(runs):
-    """Each sample is read once an epoch, by one rank."""
+    """Each sample once an epoch."""
     files = Path(f"{runs.folder}/two.seen").glob("*.jsonl")
     num_batches = sum(len(path.read_text().splitlines()) for path in files)
     assert num_batches == 2 * len(runs.rows("two"))

@@ -42,7 +42,6 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target's folder, and features of it with five conversations held out."""
     folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
     target = Target.load(folder)
     samples = samples_of(target, greedy_answers(folder, 14), "sample")
@@ -112,7 +111,7 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
 
 
 def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, monkeypatch, caplog):
-    """An existing head; the start of a new one is no head yet, and is only told of."""
+    """An existing head; a new one's start is no head yet."""
     first = run(made, changed(stop={"measurements": 0}), tmp_path / "first")
     for start, step in ((first.url, 0), (None, 9)):
         taus = iter([1.9, *[1.5] * 20])
@@ -229,10 +228,7 @@ def test_drift_waits_until_it_is_settled_and_forgives_next_to_nothing():
 
 @pytest.mark.parametrize(("at", "read_every"), [(0, 1), (8, 1), (9, 8)])
 def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at, read_every):
-    """A step that cannot be done: the state is that of the step before, whatever checkpoint_every
-    says, and where figures are read behind several steps, as on a GPU. The start is
-    measured once, and waits no shorter for a gain.
-    """
+    """Whatever checkpoint_every says, and where figures are read later, as on a GPU."""
     step = trainer.training_step
     config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1})
 

@@ -42,9 +42,7 @@ TINY_TARGET = TargetConfig(
 
 
 def waves(*shape: int, seed: int) -> Tensor:
-    """Numbers without order that no version of a random generator changes: sines of far-apart
-    angles, float32.
-    """
+    """Numbers that no version of a random generator changes: sines of far-apart angles, float32."""
     count = torch.Size(shape).numel()
     angles = torch.arange(count, dtype=torch.float64) * 12.9898 + 78.233 * (seed + 1)
     return ((torch.sin(angles) * 43758.5453).frac() * 2).float().view(shape)
@@ -58,8 +56,8 @@ def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
 
 
 def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
-    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary.
-    options: HeadOptions', with plain EAGLE-3's norms by default.
+    """Every weight matters, norms too; draft tokens are spread. options: HeadOptions', with plain
+    EAGLE-3's norms by default.
     """
     options = {**PLAIN_NORMS, **options}
     head = Head(
@@ -128,7 +126,6 @@ def doubled(batch: Batch) -> Batch:
 
 
 def write_golden(path: Path, made_by: str, **made: object) -> None:
-    """With more digits than tests compare."""
     text = json.dumps({"made by": made_by, **made})
     kept = json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
     path.write_text(json.dumps(kept).replace("}, ", "},\n") + "\n")  # a case a line

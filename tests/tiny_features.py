@@ -1,6 +1,4 @@
-"""A finished `capture` artifact of a tiny target's own greedy answers, made in memory: no
-templates, no stages before it.
-"""
+"""A finished `capture` artifact of a tiny target's own greedy answers, made in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ Conversation = tuple[list[int], list[int]]  # prompt and answer
 
 
 def greedy_answers(target: Path, count: int, max_tokens: int = 16) -> list[Conversation]:
-    """Prompts of 3 to 9 made-up tokens and the target's own greedy answers, end token or not."""
     generator = torch.Generator().manual_seed(count)
     engine = Engine.load(target)
     prompts = [
