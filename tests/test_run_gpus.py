@@ -231,7 +231,7 @@ def fails_in_rank_one() -> str:
 
 
 def test_an_error_in_a_rank_is_a_message_and_its_exit_code(capfd):
-    with imported_once(), pytest.raises(EyasError, match="exit code 2") as raised:
+    with pytest.raises(EyasError, match="exit code 2") as raised:
         in_processes(2, fails_in_rank_one)
     assert raised.value.exit_code == 2
     assert "error: no room\n  -> make some" in capfd.readouterr().err
