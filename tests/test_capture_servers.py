@@ -108,12 +108,8 @@ def own(target, answers, tmp_path_factory) -> Artifact:
 def losses(
     target: Path | str, features: FeatureSource, held_out: FeatureSource, root: Path
 ) -> list[float]:
-    settings = {
-        "head": {"draft_vocab_size": 320},
-        "epochs": 1,
-        "batches": {"tokens": 64},
-        "dtype": "float32",
-    }
+    settings = {"head": {"draft_vocab_size": 320}, "batches": {"tokens": 64}, "dtype": "float32"}
+    settings["stop"] = {"max_steps": 6, "measurements": 1}
     output = Artifact(str(root))
     train(TrainConfig.model_validate(settings), str(target), features, output, held_out=held_out)
     return [row["loss"] for row in output.read_jsonl("metrics.jsonl")]

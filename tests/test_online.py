@@ -104,15 +104,19 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(both):
     assert "generate" in "\n".join(lines(made))
 
 
-@pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
-    store, at_hand = both
+def test_eyas_train_online_makes_the_stores_head_to_the_bit(target, answers, tmp_path, monkeypatch):
+    config, store = config_of(target), Artifact(str(tmp_path / "store"))
+    capture(config, answers, store)
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     with monkeypatch.context() as patch:
         patch.setattr(TargetVocabulary, "best", lambda *_: pytest.fail("its product is stored"))
         train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
-    source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
-    manifest = train(TRAIN, str(target), source, outputs[1], held_out=held_out)
+    sections = {"capture": config.model_dump(mode="json", exclude={"target"})}
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps(sections | {"train": TRAIN.model_dump(mode="json")}))
+    words = ("train", answers.url, "--online", "-t", target, "-o", outputs[1].url, "-c", run_file)
+    done = run_eyas(*words)
+    assert done.exit_code == 0, done.output
     rows = [
         [{**row, "seconds": 0, "tokens_per_s": 0} for row in output.read_jsonl("metrics.jsonl")]
         for output in outputs
@@ -120,7 +124,12 @@ def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
     assert rows[0] == rows[1]
     assert len(rows[0]) > 3
     assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
-    assert manifest.identity == outputs[0].manifest().identity
+    assert outputs[1].manifest().identity == outputs[0].manifest().identity
+    # a finished head is found without the target
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
+    at_hand = OnlineTarget(config, answers)
+    source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
+    train(TRAIN, str(target), source, Artifact(outputs[1].url), held_out=held_out)
 
 
 def test_a_run_that_was_cut_goes_on_online(target, answers, tmp_path):
@@ -157,27 +166,6 @@ def test_what_is_computed_together_is_other_work(target, answers):
         torch.testing.assert_close(
             sample.aux_hidden, by_key[sample.key].aux_hidden, rtol=2e-2, atol=2e-2
         )
-
-
-def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tmp_path):
-    output = Artifact(str(tmp_path / "head"))
-    train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
-    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
-    source = OnlineTarget(config_of(target), answers).features("train")
-    train(TRAIN, str(target), source, Artifact(output.url))
-
-
-@pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_from_the_command_line(target, answers, both, tmp_path):
-    setting = both[1].config.model_dump(mode="json", exclude={"target"})
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))
-    heads = [tmp_path / "online", tmp_path / "stored"]
-    for source, head, *online in ((answers, heads[0], "--online"), (both[0], heads[1])):
-        done = run_eyas("train", source.url, "-t", target, "-o", head, "-c", run_file, *online)
-        assert done.exit_code == 0, done.output
-    online, stored = ((head / "model.safetensors").read_bytes() for head in heads)
-    assert online == stored
 
 
 def test_a_run_that_is_online_stores_what_is_held_out(target, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from eyas.operators.head import Head
 from eyas.operators.tensors import multiplies_bf16
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.muon import Muon
-from eyas.train.ranks import Ranks
+from eyas.train.ranks import Ranks, threads_of_rank
 from eyas.train.start import fit_to_features
 from eyas.train.step import LossModule
 from tests.object_stores import free_port
@@ -60,6 +61,11 @@ def stepped(module: Matrices, optimizer: torch.optim.Optimizer, num_ranks: int) 
         optimizer.zero_grad()
 
 
+def forked(work: Callable[..., None], size: int, folder: Path) -> None:
+    args = size, free_port(), str(folder)
+    torch.multiprocessing.start_processes(work, args, size, start_method="fork")
+
+
 def join(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -85,8 +91,7 @@ def test_split_matrices_step_as_whole_ones(tmp_path):
     module = Matrices()
     plain = Muon(module.parameters())
     stepped(module, plain, 1)
-    port = free_port()
-    torch.multiprocessing.spawn(rank_of_many, (size, port, str(tmp_path)), size)
+    forked(rank_of_many, size, tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for one in found:
         weights, momenta = one["whole"]
@@ -179,8 +184,7 @@ def fitted_rank(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def test_ranks_begin_as_one_process_does(tmp_path):
-    port = free_port()
-    torch.multiprocessing.spawn(fitted_rank, (2, port, str(tmp_path)), 2)
+    forked(fitted_rank, 2, tmp_path)
     alone = fitted(Ranks())
     expected = [alone.fc.weight, alone.feature_scale, alone.lm_head.weight]
     of_two = [torch.load(tmp_path / str(rank)) for rank in range(2)]
@@ -189,7 +193,7 @@ def test_ranks_begin_as_one_process_does(tmp_path):
         torch.testing.assert_close(found[0], one, rtol=1e-6, atol=1e-7)
 
 
-def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
+def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path, monkeypatch):
     """torchrun states 1 where its user stated nothing."""
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -200,8 +204,11 @@ def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     share = max(1, cores() // 2)
     env = {name: one for name, one in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for stated, expected in (({}, (share, share)), ({"OMP_NUM_THREADS": "1"}, (None, 1))):
-        done = subprocess.run(
-            [*command, script], env={**env, **stated}, capture_output=True, text=True, check=False
-        )
-        assert done.stdout.count(str([expected] * 2)) == 2, done.stderr
+    done = subprocess.run([*command, script], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.count(str([(share, share)] * 2)) == 2, done.stderr
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for stated, expected in (({}, share), ({"OMP_NUM_THREADS": "1"}, None)):
+        with subprocess.Popen(["sleep", "60"], env={**env, **stated}) as launcher:
+            monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
+            assert threads_of_rank() == expected
+            launcher.kill()

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import math
 import os
 import random
@@ -198,43 +197,51 @@ def test_features_want_a_finished_capture(tmp_path):
     artifact.finish("prompts", {}, {}, {})
     with pytest.raises(InputError, match="'prompts', not 'capture'"):
         Features(Artifact(artifact.url))
+    other = Artifact(str(tmp_path / "other"))
+    other.write_json("train.index.json", {"meta": {}, "samples": []})
+    other.finish("capture", {}, {}, {})
+    with pytest.raises(InputError, match="another version"):
+        Features(other)
+
+
+def failing(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def pairs(artifact: Artifact, *numbers: int) -> ShardWriter:
+    """A writer of shards of two samples, to which these were added."""
+    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    for number in numbers:
+        writer.add(make_sample(number))
+    return writer
 
 
 def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
-    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    for number in range(3):
-        writer.add(make_sample(number))
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    writer = pairs(artifact, 0, 1, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(StorageFullError, match="no room left"):
             writer.add(make_sample(3))
     assert artifact.names() == ["train-00000.safetensors"]
-    again = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    assert again.keys == {"sample-0", "sample-1"}
+    assert pairs(artifact).keys == {"sample-0", "sample-1"}
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
 def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path, keep):
     """A store may show half of an upload, without a note."""
-    artifact = Artifact(str(tmp_path / "features"))
-    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    for number in range(4):
-        writer.add(make_sample(number))
-    name = "train-00001.safetensors"
-    whole, note = artifact.read(name), f"work/{name}.json"
+    artifact, name = Artifact(str(tmp_path / "features")), "train-00001.safetensors"
+    pairs(artifact, *range(4))
+    whole = artifact.read(name)
     artifact.write(name, whole[:keep])
     with pytest.raises(CorruptError, match=name):
-        ShardWriter(artifact, "train", META, samples_per_shard=2)
-    artifact.delete(note)
-    again = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    assert again.keys == {"sample-0", "sample-1"}
-    again.add(make_sample(2))
-    again.add(make_sample(3))
+        pairs(artifact)
+    artifact.delete(f"work/{name}.json")
+    assert pairs(artifact).keys == {"sample-0", "sample-1"}
+    pairs(artifact, 2, 3)
     assert artifact.read(name) == whole
 
 
@@ -280,11 +287,8 @@ def test_bytes_that_came_damaged_once_are_read_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path, monkeypatch, number):
-    def refused(*_, **__):
-        raise OSError(number, os.strerror(number))
-
     artifact = Artifact(str(tmp_path / "features"))
-    monkeypatch.setattr(os, "makedirs", refused)
+    monkeypatch.setattr(os, "makedirs", failing(number))
     for use in (lambda: artifact.write("a", b"b"), lambda: artifact.held_alone().__enter__()):
         with pytest.raises(InputError, match="cannot be read or written"):
             use()
@@ -299,29 +303,17 @@ def test_a_large_sample_ends_its_shard(tmp_path, monkeypatch):
 
 def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
-    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    for number in range(4):
-        writer.add(make_sample(number))
+    pairs(artifact, *range(4))
     again = Artifact(artifact.url)
-    resumed = ShardWriter(again, "train", META, samples_per_shard=2)
-    resumed.close()
+    pairs(again).close()
     with monkeypatch.context() as patched:
-        again_read = "a shard is read again"
-        patched.setattr(Artifact, "checksummed", lambda *_: pytest.fail(again_read))
+        patched.setattr(Artifact, "checksummed", lambda *_: pytest.fail("a shard is read again"))
         manifest = again.finish("capture", {}, {}, {})
     for name in ("train-00000.safetensors", "train-00001.safetensors"):
         data = artifact.read_range(name, 0, 1 << 20)
         sha256 = hashlib.sha256(data).hexdigest()
         assert manifest.files[name] == File(bytes=len(data), sha256=sha256)
     assert not (tmp_path / "features" / "work").exists()
-
-
-def test_features_of_another_format_say_so(tmp_path):
-    artifact = Artifact(str(tmp_path / "features"))
-    artifact.write_json("train.index.json", {"meta": {}, "samples": []})
-    artifact.finish("capture", {}, {}, {})
-    with pytest.raises(InputError, match="another version"):
-        Features(artifact)
 
 
 # Streams
@@ -373,7 +365,6 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
 
 def test_the_index_says_what_the_features_are(tmp_path):
     artifact = write(Artifact(str(tmp_path / "features")), [make_sample(0)])
-    meta = json.loads(artifact.read("train.index.json"))["meta"]
     said = {"taps": [1, 2, 3], "hidden_size": 5, "vocab_size": 97, "lm_head_sha256": "ab"}
     said |= {"dtype": "bfloat16", "last_hidden": "post_norm", "codec": "raw"}
-    assert meta == said | {"teacher": "everywhere"}
+    assert artifact.read_json("train.index.json")["meta"] == said | {"teacher": "everywhere"}
