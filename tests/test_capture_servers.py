@@ -82,20 +82,18 @@ def right(engine: str, target: Path, root: Path, **faults: Any) -> Behaviour:
     return replace(Behaviour(engine, target, layers, root / "states"), **faults)
 
 
-def assert_near(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(one, other, rtol=TWO_DECODERS, atol=TWO_DECODERS)
+def assert_near(one: torch.Tensor, other: torch.Tensor, within: float = TWO_DECODERS) -> None:
+    torch.testing.assert_close(one, other, rtol=within, atol=within)
 
 
-def assert_alike(served: Artifact, own: Artifact, tolerance: float) -> None:
+def assert_alike(served: Artifact, own: Artifact, within: float = TWO_DECODERS) -> None:
     ours, theirs = all_samples(own), all_samples(served)
     assert list(ours) == list(theirs)
-    for key, one in ours.items():
-        assert torch.equal(one.token_ids, theirs[key].token_ids)
-        assert torch.equal(one.loss_mask, theirs[key].loss_mask)
-        for name in ("aux_hidden", "last_hidden"):
-            torch.testing.assert_close(
-                getattr(theirs[key], name), getattr(one, name), rtol=tolerance, atol=tolerance
-            )
+    for one, other in zip(ours.values(), theirs.values(), strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.loss_mask, other.loss_mask)
+        assert_near(other.aux_hidden, one.aux_hidden, within)
+        assert_near(other.last_hidden, one.last_hidden, within)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +120,7 @@ def test_servers_give_the_features_of_our_decoder(engine, target, answers, own, 
         manifest = capture(config_of(target, one.url, other.url), answers, output)
         assert len(one.asked) > 5
         assert len(other.asked) > 5
-    assert_alike(output, own, TWO_DECODERS)
+    assert_alike(output, own)
     assert {server["engine"] for server in manifest.facts["servers"]} == {f"{engine} 0.0.1"}
     assert manifest.config["decoder"] == "servers"
     assert "servers" not in manifest.config
@@ -192,7 +190,7 @@ def test_a_killed_server_costs_nothing(target, answers, own, tmp_path):
     with serving_states(behaviour) as server:
         capture(config_of(target, server.url), answers, output)
         assert len(server.asked) < len(all_samples(own)) + 5  # five are the proof's
-    assert_alike(output, own, TWO_DECODERS)
+    assert_alike(output, own)
 
 
 def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path):
@@ -282,9 +280,7 @@ def test_training_reads_servers_without_a_store(target, answers, own, tmp_path):
         batches = [*source.batches([[2, 0], [1]])]
         for number, sample in zip((2, 0, 1), [*batches[0], *batches[1]], strict=True):
             assert sample.key == stored[number].key
-            torch.testing.assert_close(
-                sample.aux_hidden, stored[number].aux_hidden, rtol=TWO_DECODERS, atol=TWO_DECODERS
-            )
+            assert_near(sample.aux_hidden, stored[number].aux_hidden)
         served = losses(target, source, online.features("held_out"), tmp_path / "served")
         online.source.close()
     assert not [*behaviour.folder.glob("*")]

@@ -1,6 +1,7 @@
 """Codecs: exact, or within their error, also with giants, NaN and few rows."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -28,6 +29,7 @@ from eyas.shards.codecs import LayerStates, Tables, calibrate, join_parts, split
 from eyas.shards.layout import layers_of
 from eyas.train.loss import ObjectiveConfig, batch_loss, plan_of, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
+from tests.tiny_features import write_shards
 
 NAMES = get_args(CodecName)
 INEXACT = [name for name in NAMES if CODECS[name].error]
@@ -67,15 +69,8 @@ def sample_of(number: int, length: int, dtype: torch.dtype = torch.bfloat16) -> 
     return Sample(f"sample-{number}", ids, mask, torch.cat(layers[:3], dim=1), layers[3], "source")
 
 
-def features_of(url: str, meta: FeatureMeta, samples: list[Sample]) -> Features:
-    artifact = Artifact(url)
-    artifact.begin("test")
-    writer = ShardWriter(artifact, "train", meta, samples_per_shard=3)
-    for sample in samples:
-        writer.add(sample)
-    writer.close()
-    artifact.finish("capture", {}, {}, {})
-    return Features(Artifact(url))
+def features_of(place: Path, meta: FeatureMeta, samples: list[Sample]) -> Features:
+    return Features(write_shards(str(place), meta, samples, samples_per_shard=3))
 
 
 def relative_error(sample: Sample, read: Sample) -> torch.Tensor:
@@ -95,7 +90,7 @@ def bits(x: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("codec", NAMES)
 def test_features_come_back_within_the_codecs_error(tmp_path, codec, dtype):
     samples = [sample_of(number, 300 + number, getattr(torch, dtype)) for number in range(4)]
-    features = features_of(str(tmp_path / "features"), meta_of(codec, dtype=dtype), samples)
+    features = features_of(tmp_path / "features", meta_of(codec, dtype=dtype), samples)
     for sample, read in zip(samples, features, strict=True):
         assert torch.equal(read.token_ids, sample.token_ids)
         assert torch.equal(read.loss_mask, sample.loss_mask)
@@ -174,9 +169,9 @@ def test_a_codec_takes_the_bytes_that_its_entry_says():
 @pytest.mark.parametrize("codec", NAMES)
 def test_a_teacher_is_kept_where_someone_asks_it(tmp_path, codec):
     samples = [sample_of(number, 41 + number) for number in range(3)]
-    everywhere = features_of(str(tmp_path / "everywhere"), meta_of(codec), samples)
+    everywhere = features_of(tmp_path / "everywhere", meta_of(codec), samples)
     meta = meta_of(codec, teacher="supervised")
-    supervised = features_of(str(tmp_path / "supervised"), meta, samples)
+    supervised = features_of(tmp_path / "supervised", meta, samples)
     sizes = [sum(entry.size for entry in one.entries) for one in (supervised, everywhere)]
     assert sizes[0] < 0.95 * sizes[1]
     for sample, read in zip(samples, supervised, strict=True):
@@ -193,16 +188,13 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path, codec):
 def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path, monkeypatch, cut_after):
     monkeypatch.setattr(writer_module, "CALIBRATION_TOKENS", 150)
     samples = [sample_of(number, 40) for number in range(11)]
-    whole = features_of(str(tmp_path / "whole"), meta_of("within4"), samples)
-    first = Artifact(str(tmp_path / "cut"))
-    writer = ShardWriter(first, "train", meta_of("within4"), samples_per_shard=3)
-    for sample in samples[:cut_after]:
-        writer.add(sample)
-    again = Artifact(str(tmp_path / "cut"))
-    writer = ShardWriter(again, "train", meta_of("within4"), samples_per_shard=3)
-    for sample in samples:
-        if sample.key not in writer.keys:
-            writer.add(sample)
+    whole = features_of(tmp_path / "whole", meta_of("within4"), samples)
+    for added in (samples[:cut_after], samples):
+        cut = Artifact(str(tmp_path / "cut"))
+        writer = ShardWriter(cut, "train", meta_of("within4"), samples_per_shard=3)
+        for sample in added:
+            if sample.key not in writer.keys:
+                writer.add(sample)
     writer.close()
     for name in ("train.index.json", *(entry.shard for entry in whole.entries)):
         cut = (tmp_path / "cut" / name).read_bytes()
@@ -223,7 +215,7 @@ def test_tables_are_the_same_on_both_sides():
 @pytest.mark.parametrize("codec", ["lossless", "within4"])
 def test_bytes_of_another_making_are_an_error(tmp_path, codec):
     """Right by their checksum and wrong by their codec."""
-    features = features_of(str(tmp_path / "features"), meta_of(codec), [sample_of(0, 30)])
+    features = features_of(tmp_path / "features", meta_of(codec), [sample_of(0, 30)])
     other = meta_of("raw")
     layers, kept = layers_of(sample_of(0, 30), other)
     features.codec = Lying(other.coder().encode(layers, kept), features.codec)

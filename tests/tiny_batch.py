@@ -60,17 +60,13 @@ def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
     EAGLE-3's norms by default.
     """
     options = {**PLAIN_NORMS, **options}
-    head = Head(
-        HeadConfig.for_target(
-            TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)
-        )
-    )
+    wanted = HeadOptions(draft_vocab_size=draft_vocab_size, **options)
+    head = Head(HeadConfig.for_target(TINY_TARGET, wanted))
     with torch.no_grad():
         for number, weight in enumerate(head.parameters()):
             values = waves(*weight.shape, seed=10 + number)
-            weight.copy_(
-                1 + 0.5 * values if weight.ndim == 1 else 2 * values * weight.shape[1] ** -0.5
-            )
+            is_norm = weight.ndim == 1
+            weight.copy_(1 + 0.5 * values if is_norm else 2 * values * weight.shape[1] ** -0.5)
     counts_V = waves(TINY_TARGET.vocab_size, seed=3).mul(100).long()
     head.set_vocabulary(*draft_vocabulary(counts_V, draft_vocab_size))
     return head
@@ -80,24 +76,11 @@ def made_up_samples(masks: Sequence[Sequence[bool]], seed: int = 0) -> list[Samp
     samples = []
     for number, mask in enumerate(masks):
         T, H, at = len(mask), TINY_TARGET.hidden_size, 1000 * seed + 10 * number
-        ids = (
-            waves(T, seed=at + 4)
-            .add(2)
-            .mul(TINY_TARGET.vocab_size / 4)
-            .long()
-            .clamp(0, TINY_TARGET.vocab_size - 1)
-            .int()
-        )
+        ids = waves(T, seed=at + 4).add(2).mul(TINY_TARGET.vocab_size / 4).long()
+        ids = ids.clamp(0, TINY_TARGET.vocab_size - 1).int()
         loss_mask = torch.tensor(list(mask), dtype=torch.bool)
-        samples.append(
-            Sample(
-                f"made-up-{number}",
-                ids,
-                loss_mask,
-                waves(T, 3 * H, seed=at + 5),
-                waves(T, H, seed=at + 6),
-            )
-        )
+        states = waves(T, 3 * H, seed=at + 5), waves(T, H, seed=at + 6)
+        samples.append(Sample(f"made-up-{number}", ids, loss_mask, *states))
     return samples
 
 
@@ -106,15 +89,9 @@ def made_up_batch(masks: Sequence[Sequence[bool]], seed: int = 0) -> Batch:
 
 
 def as_examples(samples: Sequence[Sample]) -> list[Example]:
-    return [
-        Example(
-            s.token_ids.tolist(),
-            s.loss_mask.tolist(),
-            s.aux_hidden.double(),
-            s.last_hidden.double(),
-        )
-        for s in samples
-    ]
+    ids_and_masks = ((s.token_ids.tolist(), s.loss_mask.tolist()) for s in samples)
+    states = ((s.aux_hidden.double(), s.last_hidden.double()) for s in samples)
+    return [Example(*one, *of) for one, of in zip(ids_and_masks, states, strict=True)]
 
 
 def doubled(batch: Batch) -> Batch:
