@@ -107,8 +107,8 @@ class FeatureForward(SampleSource):
         rows = last_hidden[asked_T.to(last_hidden.device)]
         argmax_T = torch.full_like(sample.token_ids, -1)
         argmax_T[asked_T] = vocabulary.best(rows.to(vocabulary.lm_head.device)).int().cpu()
-        states = {"aux_hidden": aux_hidden.cpu(), "last_hidden": last_hidden.cpu()}
-        return replace(sample, **states, argmax=argmax_T)
+        aux_hidden, last_hidden = aux_hidden.cpu(), last_hidden.cpu()
+        return replace(sample, aux_hidden=aux_hidden, last_hidden=last_hidden, argmax=argmax_T)
 
 
 @dataclass(frozen=True, slots=True)

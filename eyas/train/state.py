@@ -150,7 +150,8 @@ class TrainingState:
 
     def restore_best(self, ranks: Ranks) -> None:
         """All ranks call it."""
-        set_model_state_dict(self.head, self.best or {}, options=_given_by_first(ranks))
+        best = cast("dict[str, Any]", self.best)
+        set_model_state_dict(self.head, best, options=_given_by_first(ranks))
 
     def save(self, output: Artifact, ranks: Ranks) -> None:
         """All ranks call it, the first one writes; metrics first: a checkpoint never has more steps
