@@ -49,7 +49,7 @@ from eyas.shards.sample import DTYPES
 
 SAMPLES_PER_SHARD = 50
 SPLITS: tuple[Split, ...] = get_args(Split)
-# Where the run takes place: no part of the identity.
+# no part of the identity
 PLACES = {"target", "device_map", "executor", "workers", "servers", "client"}
 EVERY_HOST = (
     "each host loads the target by the name in the settings: give an id of the hub, a URL, or a "
@@ -71,18 +71,14 @@ class CaptureConfig(Settings):
     dtype: Dtype = Field("auto", description="of the computation; auto: the checkpoint's")
     device_map: str | None = Field(None, description="spreads a large target over devices")
     batch_tokens: int = Field(default=4096, ge=1, description="tokens of a forward, with padding")
-    store_dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="of the stored states"
-    )
+    store_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of stored states")
     codec: CodecName = Field("within4", description="of stored states; held-out samples are exact")
     teacher: Literal["everywhere", "supervised"] = Field(
         "everywhere", description="positions that store the target's last state"
     )
-    held_out_share: float = Field(
-        default=0.05, ge=0, lt=1, description="share of samples kept out of training"
-    )
+    held_out_share: float = Field(0.05, ge=0, lt=1, description="share kept out of training")
     leave_out: tuple[Mark, ...] = Field(
-        ("empty", "refused"), description="marks of answers to leave out"
+        ("empty", "refused"), description="marks of left-out answers"
     )
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")
@@ -109,9 +105,7 @@ class CaptureConfig(Settings):
         return "own" if isinstance(shape, TargetConfig) and not on_gpu else "transformers"
 
     def dtype_of(self, shape: TargetShape) -> Dtype:
-        """`dtype` without "auto". Raises MismatchError for "packed" if our decoder does not
-        compute.
-        """
+        """`dtype` without "auto". Raises MismatchError for "packed" unless our decoder computes."""
         if not self.servers and self.decoder_of(shape) == "own":
             return resolve_dtype(self.dtype, shape)
         if self.dtype == "packed":
@@ -238,9 +232,7 @@ def open_forward(
 
 
 def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureForward:
-    """`open_forward` on another host. Raises MissingInputError or MismatchError if the target is
-    absent or another one there.
-    """
+    """`open_forward` on another host. Raises MissingInputError or MismatchError for the target."""
     try:
         folder = resolve_target(config.target)
     except MissingInputError as error:

@@ -99,10 +99,8 @@ class FeatureForward(SampleSource):
         vocabulary = self._vocabulary
         if vocabulary is None:
             return sample
-        aux_hidden, last_hidden = (
-            sample.aux_hidden.to(self._dtype),
-            sample.last_hidden.to(self._dtype),
-        )
+        states = sample.aux_hidden, sample.last_hidden
+        aux_hidden, last_hidden = (one.to(self._dtype) for one in states)
         asked_T = teacher_mask(sample.loss_mask)
         rows = last_hidden[asked_T.to(last_hidden.device)]
         argmax_T = torch.full_like(sample.token_ids, -1)

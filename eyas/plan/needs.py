@@ -33,8 +33,8 @@ STAND_IN = "Yes."  # for an answer; answers' tokens are counted apart
 # an answer's row holds its text and all earlier turns as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
 FILLER = (
-    "I would like to know how a young hawk is raised, and what it takes to let it hunt by "
-    "itself one day. "
+    "I would like to know how a young hawk is raised, and what it takes to let it hunt by itself "
+    "one day. "
 )
 
 
@@ -76,9 +76,7 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """The settings that decide on sizes. output: where the run writes; begun: folders of its
-    stages.
-    """
+    """The settings that decide on sizes. begun: folders of its stages."""
 
     target: str
     output: str
@@ -105,9 +103,9 @@ class Plan:
 def plan_run(
     run: PlannedRun, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
 ) -> Plan:
-    """The plan for num_prompts prompts, from a sample. answer_tokens: the mean length of answers,
-    if known. Raises EmptyInputError, MismatchError (too few layers), and what reading the target
-    raises.
+    """The plan for num_prompts prompts, from a sample. answer_tokens: the mean of answers, if known.
+
+    Raises EmptyInputError, MismatchError (too few layers), and what reading the target raises.
     """
     folder = resolve_target(run.target)
     shape = target_shape(folder)
