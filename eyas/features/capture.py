@@ -78,7 +78,7 @@ class CaptureConfig(Settings):
     )
     held_out_share: float = Field(0.05, ge=0, lt=1, description="share kept out of training")
     leave_out: tuple[Mark, ...] = Field(
-        ("empty", "refused"), description="marks of left-out answers"
+        ("empty", "refused"), description="marks of dropped answers"
     )
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")

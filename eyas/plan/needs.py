@@ -55,9 +55,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Bytes by stage. free: where the run writes, None for an object store. present:
-    there already.
-    """
+    """Bytes by stage. free: None for an object store. present: already written."""
 
     answers: int
     features: int
@@ -103,7 +101,7 @@ class Plan:
 def plan_run(
     run: PlannedRun, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
 ) -> Plan:
-    """The plan for num_prompts prompts, from a sample. answer_tokens: the mean of answers, if known.
+    """The plan for num_prompts prompts, from a sample. answer_tokens: the mean, if known.
 
     Raises EmptyInputError, MismatchError (too few layers), and what reading the target raises.
     """
