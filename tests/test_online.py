@@ -12,15 +12,18 @@ import torch
 
 from eyas.artifact import Artifact
 from eyas.cli import run as cli_run
-from eyas.features.capture import CaptureConfig, capture
+from eyas.errors import MismatchError
+from eyas.features.capture import CaptureConfig, CaptureTask, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineFeatures, OnlineTarget
 from eyas.lineage import lines
 from eyas.model.target import Target
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
+from eyas.train.state import StopConfig
 from eyas.train.trainer import TrainConfig, train
-from tests.stages import ending_target, prompts_of, write_prompts
+from tests.architectures import saved_architecture
+from tests.stages import ending_target, prompts_of, write_answers, write_prompts
 from tests.test_cli import run_eyas
 
 TRAIN = TrainConfig.model_validate(
@@ -130,6 +133,24 @@ def test_eyas_train_online_makes_the_stores_head_to_the_bit(target, answers, tmp
     at_hand = OnlineTarget(config, answers)
     source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
     train(TRAIN, str(target), source, Artifact(outputs[1].url), held_out=held_out)
+
+
+def test_online_from_transformers_too(tmp_path_factory, tmp_path):
+    folder = saved_architecture(tmp_path_factory.getbasetemp(), "gpt_neox")
+    said = ["a table for two", "71 North Street", "0123456789", "San Jose, I would like"]
+    dialogues = [(f"Question {at}", f"{said[at % 4]} {at}") for at in range(16)]
+    answers = write_answers(folder, tmp_path / "answers", dialogues)
+    config = CaptureConfig(target=str(folder), batch_tokens=1, codec="lossless")
+    capture(config, answers, store := Artifact(str(tmp_path / "store")))
+    wanted = TRAIN.model_copy(update={"epochs": 1, "stop": StopConfig(measurements=0)})
+    heads = []
+    for source in (Features(store), OnlineTarget(config, answers).features("train")):
+        heads.append(Artifact(str(tmp_path / f"head {len(heads)}")))
+        train(wanted, str(folder), source, heads[-1])
+    assert heads[0].read("model.safetensors") == heads[1].read("model.safetensors")
+    with pytest.raises(MismatchError, match="'gpt_neox' model; eyas' own engine runs") as raised:
+        CaptureTask(CaptureConfig(target=str(folder), decoder="own"), answers)
+    assert "SGLang" in raised.value.hint
 
 
 def test_a_run_that_was_cut_goes_on_online(target, answers, tmp_path):

@@ -234,11 +234,18 @@ class TestCommand:
         assert len({prompt.turns for prompt in sample}) == SAMPLE_SIZE
 
     def test_a_target_that_run_refuses_is_refused(self, tmp_path):
-        path = run_file(tmp_path, save_architecture(tmp_path / "neox", "gpt_neox"))
+        neox = save_architecture(tmp_path / "neox", "gpt_neox")
+        path = run_file(tmp_path, neox)
         shown = run_eyas("plan", path)
         assert shown.exit_code == 2
         assert "lossless" in shown.stdout, "the plan is shown all the same: stages may do without"
         assert "answer prompts by a server" in " ".join(shown.stderr.split())
+        for words in (("run", path), ("serve", "-t", neox, "--port", 0)):
+            refused = run_eyas(*words)
+            assert refused.exit_code == 2
+            assert "'gpt_neox' model; eyas' own engine runs Llama" in refused.stderr
+        assert "check says which servers take the head" in refused.stderr
+        assert not (tmp_path / "run").exists()
 
     def test_too_few_layers_are_refused_at_once(self, tmp_path):
         short = tiny_target(tmp_path / "short", num_hidden_layers=6)
