@@ -42,7 +42,7 @@ Work = Iterable[tuple[ShardWriter | None, list[SamplePlan]]]
 
 
 class SampleSource:
-    """lm_head_sha256: of the target."""
+    """A decoder, workers or servers. lm_head_sha256: of the target."""
 
     lm_head_sha256: str
 
