@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import itertools
@@ -21,6 +22,7 @@ import pytest
 from openai import _base_client
 
 from eyas.artifact import VERSION, Artifact
+from eyas.chat import Chat
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
 from eyas.features import fleet
 from eyas.features import generate as stage
@@ -311,12 +313,10 @@ def test_a_server_that_leaves_out_end_tokens_stops_the_run(through, answered, ou
 # Strange
 
 
-def test_a_server_of_something_else_is_refused_before_it_is_asked(
-    target, prompts, url, tmp_path, output
-):
+def test_a_server_of_something_else_is_refused_before_it_is_asked(target, url, tmp_path):
     def refused(config, match, error=MismatchError):
         with pytest.raises(error, match=match):
-            generate(config, prompts, output)
+            stage.open_backend(config, Chat(target), str(target), config.max_length)
 
     other = tiny_target(tmp_path / "other")
     tiny_tokenizer(other, chat_template="{{ bos_token }}" + TEMPLATE.replace("\n", "\n\n"))
@@ -484,17 +484,23 @@ def interrupt(done: int, *_: Any) -> None:
         raise KeyboardInterrupt
 
 
-def test_other_engines_tell_their_version(target, prompts, url, tmp_path):
-    for name, path, told in (
-        ("vllm", "/version", {"version": "0.11.2"}),
-        ("sglang", "/get_server_info", {"version": "0.5.5", "model_path": "x"}),
-        ("someone", "/none", {}),
-    ):
-        card = {"data": [{"id": "tiny", "owned_by": name}]}
-        pages = {"/v1/models": json.dumps(card).encode(), path: json.dumps(told).encode()}
-        with faulty(url, lambda asked: None, pages) as server:
-            output = Artifact(str(tmp_path / name))
-            generate(config_of(target, server.url), prompts, output)
-        version = told.get("version")
-        engines = {one.engine for one in read_origins(output)}
-        assert engines == {f"{name} {version}" if version else name}
+@pytest.mark.parametrize(
+    ("name", "path", "told", "engine"),
+    [
+        ("vllm", "/version", {"version": "0.11.2"}, "vllm 0.11.2"),
+        ("sglang", "/get_server_info", {"version": "0.5.5", "model_path": "x"}, "sglang 0.5.5"),
+        ("someone", "/none", {}, "someone"),
+    ],
+)
+def test_other_engines_tell_their_version(url, name, path, told, engine):
+    card = {"data": [{"id": "tiny", "owned_by": name}]}
+    pages = {"/v1/models": json.dumps(card).encode(), path: json.dumps(told).encode()}
+
+    async def described(url):
+        one = TargetServer(url, ClientConfig(), TargetProof("", 1, (), (2,)))
+        await one.describe()
+        await one.close()
+        return one.engine
+
+    with faulty(url, lambda asked: None, pages) as server:
+        assert asyncio.run(described(server.url)) == engine
