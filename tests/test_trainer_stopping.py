@@ -31,7 +31,7 @@ from tests.tiny_features import greedy_answers, samples_of, write_features
 CONFIG = TrainConfig(
     head={"draft_vocab_size": 64},
     objective={"num_ttt_steps": 2},
-    epochs=12,
+    epochs=8,
     batches={"tokens": 64},
     learning_rate=3e-3,
     dtype="float32",
@@ -116,7 +116,7 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
 
 def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, monkeypatch, caplog):
     """An existing head; a new one's start is no head yet."""
-    first = run(made, changed(stop={"measurements": 0}), tmp_path / "first")
+    first = run(made, changed(epochs=1, stop={"measurements": 0}), tmp_path / "first")
     for start, step in ((first.url, 0), (None, 9)):
         taus = iter([1.9, *[1.5] * 20])
         monkeypatch.setattr(trainer, "ratio_of_sums", lambda counts, taus=taus: next(taus))
@@ -155,13 +155,11 @@ def test_a_sample_without_a_round_judges_nothing(made, tmp_path):
     silent = write_features(
         tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])] * 2, "short")
     )
-    output = Artifact(str(tmp_path / "head"))
-    train(CONFIG, folder, Features(features), output, held_out=Features(silent, "held_out"))
+    output, config = Artifact(str(tmp_path / "head")), changed(epochs=2)
+    train(config, folder, Features(features), output, held_out=Features(silent, "held_out"))
     assert output.manifest().facts["held_out"]["step"] == 0
-    run(made, changed(stop={"measurements": 0}), tmp_path / "plain")
-    assert output.read("model.safetensors") == Artifact(str(tmp_path / "plain")).read(
-        "model.safetensors"
-    )
+    plain = run(made, changed(epochs=2, stop={"measurements": 0}), tmp_path / "plain")
+    assert output.read("model.safetensors") == plain.read("model.safetensors")
 
 
 def test_patience_needs_something_to_wait_for(made, tmp_path):
