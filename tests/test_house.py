@@ -31,7 +31,7 @@ ROOMS = {
     "cpp": (255, "the native decoder"),
     "serve": (212, "the HTTP server"),
     "privacy": (148, "personal data and secrets: search, surrogates, key"),
-    "features": (121, "the target's answers and its hidden states"),
+    "features": (122, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
     "train": (100, "objective, optimizer, runs"),
     "cli": (123, "one file per command"),

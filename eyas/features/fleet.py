@@ -375,6 +375,7 @@ class Fleet(Generic[RequestT, ReplyT]):
 
 
 def precision_text(precision: dict[str, str]) -> str:
+    """In one line."""
     return ", ".join(f"{name} {value}" for name, value in precision.items()) or "nothing"
 
 

@@ -65,6 +65,7 @@ class SampleSource:
 
 
 def sample_of(plan: SamplePlan, aux_hidden: Tensor, last_hidden: Tensor) -> Sample:
+    """A plan with its states."""
     ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
     return Sample(plan.key, ids, mask, aux_hidden, last_hidden, plan.source)
 

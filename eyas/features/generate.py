@@ -191,6 +191,7 @@ def count_prompts(prompts: Artifact) -> int:
 def open_backend(
     config: GenerateConfig, chat: Chat, folder: str, max_length: int
 ) -> EngineBackend | Fleet[TurnRequest, TurnAnswer]:
+    """The engine, or the checked servers."""
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
         num_tokens = max(config.max_batch * min(max_length, CACHE_TOKENS), max_length)

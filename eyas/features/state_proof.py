@@ -131,8 +131,10 @@ def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
 
 
 def unfit(what: str) -> RequestFailure:
+    """The failure of a server that is asked no more."""
     return RequestFailure("unfit", what)
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """As settings write it."""
     return str(dtype).removeprefix("torch.")

@@ -336,6 +336,7 @@ def vllm_arguments(
 def states_command(
     engine: Literal["sglang", "vllm"], target: str, shape: TargetShape, dtype: str, length: int
 ) -> list[str]:
+    """Starts a server of states. length: tokens of the longest sample."""
     if engine == "vllm":
         words = ["env", f"PYTHONPATH={CONNECTOR}", "vllm", "serve"]
         return [*words, *vllm_arguments(target, shape, dtype, length)]

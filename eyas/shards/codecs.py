@@ -253,6 +253,7 @@ def padded(data: bytes) -> bytes:
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Parts after their lengths, `padded`."""
     lengths = np.array([len(part) for part in parts], dtype="<u4").tobytes()
     return padded(b"".join([lengths, *parts]))
 
@@ -282,6 +283,7 @@ _zstd = _Zstd()
 
 
 def squeeze(plane: NDArray[np.uint8] | NDArray[np.int8]) -> bytes:
+    """zstd, with the size in the frame."""
     return _zstd.compressor.compress(np.ascontiguousarray(plane).view(np.uint8).data)
 
 

@@ -59,6 +59,7 @@ class EncodedSample(NamedTuple):
 
 
 def index_name(split: Split) -> str:
+    """The file with the places of a split's samples."""
     return f"{split}.index.json"
 
 

@@ -287,6 +287,7 @@ def part_losses(
 
 @functools.cache
 def compiled_losses() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`part_losses` for a GPU."""
     return torch.compile(part_losses)
 
 
@@ -350,6 +351,7 @@ def trained_slots(teacher: Teacher, num_steps: int) -> Tensor:
 
 
 def by_step(x_S: Tensor, plan: StepPlan, num_steps: int) -> Tensor:
+    """The sums of x_S over the slots of each step [K]."""
     return x_S.new_zeros(num_steps + 1).index_add(0, plan.step_S, x_S)[:num_steps]
 
 

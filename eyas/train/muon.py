@@ -105,6 +105,7 @@ class Muon(torch.optim.Muon):
 
 
 def own_rows(matrix: Tensor) -> Tensor:
+    """This rank's rows of a split matrix; all of a whole one."""
     return matrix.to_local() if isinstance(matrix, DTensor) else matrix
 
 

@@ -261,6 +261,7 @@ def threads_of_rank() -> int | None:
 
 
 def world_size() -> int:
+    """The number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -92,6 +92,7 @@ class RateConfig(BaseModel):
 
 
 def quickest(device: str) -> Precision:
+    """What dtype "auto" computes in on a device."""
     return "bfloat16" if multiplies_bf16(device) else "float32"
 
 

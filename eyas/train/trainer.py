@@ -490,6 +490,7 @@ def write_head(output: Artifact, folder: str, head: Head) -> None:
 
 
 def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
+    """Raise ConfigError for what does not fit the run."""
     if config.batches.per_step < ranks.size:
         raise ConfigError(
             f"a step of {config.batches.per_step} batches has no work for {ranks.size} processes",
@@ -505,6 +506,7 @@ def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
 
 
 def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
+    """Raise MismatchError unless the features are of this target."""
     theirs, ours = ((one.hidden_size, one.vocab_size) for one in (meta, vocabulary.config))
     if theirs != ours or meta.lm_head_sha256 != vocabulary.lm_head_sha256:
         how = "the same shape (its lm_head has another hash)"
