@@ -157,7 +157,7 @@ def test_no_server_is_asked_for_more_than_it_may(through):
 
 @pytest.mark.parametrize(
     ("faults", "every", "timeout_s"),
-    [(FAULTS, 3, 60), (["hang"], 1, 2), (["busy long"] * 6, 1, 60)],
+    [(FAULTS, 3, 60), (["hang"], 1, 4), (["busy long"] * 6, 1, 60)],
     ids=["every third", "an answer that never comes", "Retry-After: 300"],
 )
 def test_what_goes_wrong_changes_no_row(
