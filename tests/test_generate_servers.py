@@ -163,9 +163,9 @@ def test_no_server_is_asked_for_more_than_it_may(through):
 def test_what_goes_wrong_changes_no_row(
     through, answered, output, monkeypatch, faults, every, timeout_s
 ):
-    monkeypatch.setattr(fleet, "LONGEST_PAUSE_S", 0.3)
     if "busy long" in faults:  # busy is alive
         monkeypatch.setattr(fleet, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(fleet, "LONGEST_PAUSE_S", 0.3)
     count, left = itertools.count(1), list(faults)
 
     def choose(asked):
