@@ -1,18 +1,10 @@
-"""The tau that a codec costs: the same head, the same seed and the same order of batches, trained
-on features from each codec.
+"""The tau that a codec costs: the same head, seeds and batches, trained on features of each codec.
 
-    python benchmarks/codecs.py [--quick] [--seeds 3] [--codecs lossless,within4,...] [--features
-    URL] [--folder out/features]
+    python benchmarks/codecs.py [--quick] [--seeds 3] [--codecs lossless,within4,...]
 
-A codec may have "/supervised" behind it: the last hidden state is kept only where somebody asks it
-(FeatureMeta.teacher). Features are captured once, exactly, and written anew by each codec; every
-head is measured by `eyas eval` on the exact held-out features, since those are what a server has.
-Three seeds tell what a codec costs from what a seed costs: a head trained twice from the same
-features with other seeds differs too. Every part is an artifact in --folder, so a second run goes
-on where the first was cut.
-
-The last line of stdout is one JSON object: by codec, its share of bf16, tau of each seed, their
-mean, and the mean of the ratios to the lossless head of the same seed.
+"/supervised" behind a codec: FeatureMeta.teacher. Features are captured once, exactly, and written
+anew by each codec; `eyas eval` measures every head on the exact held-out features. Every part is an
+artifact in --folder: a second run resumes. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,8 +27,6 @@ from eyas.train.trainer import TrainConfig, train
 
 CODECS = "lossless,within4,within4/supervised"
 BASELINE = "lossless"
-# while training: `eyas eval` judges the last head of each
-NOT_MEASURED = StopConfig(measurements=0)
 
 
 def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
@@ -48,13 +38,10 @@ def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
         return output
     for split in ("train", "held_out"):
         source = Features(exact, split)  # type: ignore[arg-type]
-        meta = FeatureMeta(
-            **{**source.meta.model_dump(), "codec": name, "teacher": teacher or "everywhere"}
-        )
-        writer = ShardWriter(output, split, meta)  # type: ignore[arg-type]
-        for sample in source.stream(
-            number for number, entry in enumerate(source.entries) if entry.key not in writer.keys
-        ):
+        own = {"codec": name, "teacher": teacher or "everywhere"}
+        writer = ShardWriter(output, split, FeatureMeta(**source.meta.model_dump() | own))  # type: ignore[arg-type]
+        todo = (at for at, entry in enumerate(source.entries) if entry.key not in writer.keys)
+        for sample in source.stream(todo):
             writer.add(sample)
         writer.close()
     output.finish("capture", settings, inputs, {})
@@ -62,7 +49,7 @@ def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
 
 
 def share(features: Artifact) -> float:
-    """Bytes of the training samples, tokens and all, by those of plain bf16."""
+    """Bytes of the training samples / those of plain bf16."""
     source = Features(features)
     plain = source.meta.model_copy(update={"codec": "raw", "dtype": "bfloat16"}).bytes_per_token
     return sum(entry.size for entry in source.entries) / (plain * sum(source.lengths))
@@ -71,13 +58,12 @@ def share(features: Artifact) -> float:
 def tau_of(
     args: argparse.Namespace, codec: str, seed: int, exact: Artifact, features: Artifact
 ) -> float:
-    """Train and measure one head."""
     folder = args.folder / "heads" / f"{args.epochs}-{codec.replace('/', '-')}-{seed}"
     config = TrainConfig(
         epochs=args.epochs,
         learning_rate=args.learning_rate,
-        stop=NOT_MEASURED,
         seed=seed,
+        stop=StopConfig(measurements=0),
         **args.training,
     )
     with progress_bar(f"{codec} {seed}") as track:
@@ -88,24 +74,21 @@ def tau_of(
 
 
 def compared(taus: dict[str, list[float]], shares: dict[str, float]) -> dict[str, Any]:
-    return {
-        codec: {
+    found = {}
+    for codec, of_seeds in taus.items():
+        ratios = (tau / exact for tau, exact in zip(of_seeds, taus[BASELINE], strict=True))
+        found[codec] = {
             "share_of_bf16": round(shares[codec], 4),
             "tau": round(mean(of_seeds), 4),
             "tau_by_seed": [round(tau, 4) for tau in of_seeds],
-            "tau_to_lossless": round(
-                mean(tau / exact for tau, exact in zip(of_seeds, taus[BASELINE], strict=True)), 4
-            ),
+            "tau_to_lossless": round(mean(ratios), 4),
         }
-        for codec, of_seeds in taus.items()
-    }
+    return found
 
 
 def main() -> None:
     parser = held_out.feature_arguments(__doc__, prompts=1500)
-    parser.add_argument(
-        "--codecs", default=CODECS, help="comma-separated; lossless is always among them"
-    )
+    parser.add_argument("--codecs", default=CODECS, help="comma-separated, beside lossless")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, help="as `eyas train` takes it, if none")
@@ -114,11 +97,8 @@ def main() -> None:
     args.training = {"head": {"draft_vocab_size": 2048}}
     if args.quick:
         args.prompts, args.seeds, args.epochs = min(args.prompts, 120), 1, 2
-        args.training = {
-            "head": {"draft_vocab_size": 512},
-            "batches": {"tokens": 1024},
-            "objective": {"num_ttt_steps": 3},
-        }
+        args.training = {"head": {"draft_vocab_size": 512}, "batches": {"tokens": 1024}}
+        args.training["objective"] = {"num_ttt_steps": 3}
     exact = held_out.captured(args, args.held_out_share)
     codecs = [BASELINE, *(codec for codec in args.codecs.split(",") if codec != BASELINE)]
     taus: dict[str, list[float]] = {}

@@ -1,24 +1,16 @@
 """Answers at scale under kill -9: are the rows those of a run that nothing happened to, and how
 fast do they come?
 
-    python benchmarks/generate.py [--quick] [--rows 20000] [--kills 5] [--servers 2] [--head
-    builtin] [--folder DIR]
+    python benchmarks/generate.py [--quick] [--rows 20000] [--kills 5] [--head builtin]
     python benchmarks/generate.py --writer [--quick] [--rows 2000] [--target smollm2]
 
-`eyas generate` runs as a process of its own on conversations of one to three turns, put together
-from the packaged prompts: once without interruption, then again with SIGKILL at random moments,
-each time started anew. Greedy, in fp32. The moments are numbers of rows, drawn over all of them,
-and a little later, so that as many kills come as were asked for. With --servers the target answers
-by so many `eyas serve` processes, of which one is killed too each time, and started again.
+`eyas generate` runs on conversations made of the packaged prompts: once whole, then again with
+SIGKILL at random numbers of rows. Greedy, in fp32. The files must be the same to the byte, and no
+kept row may be lost. With --folder a finished first run is found again.
 
-Checked: the files of answers and of drops are the same to the byte, no turn is there twice, none is
-missing, and at every kill at least as many rows are kept as at the one before. With --folder a
-finished first run is found again.
-
---writer measures instead what one process takes in, where servers are never the limit: `eyas
-generate` asks a server that has its answers ready, and features that are computed already are read
-as servers give them, and written. Seconds of the processor are those of the writing process, so
-that other load on the machine does not count.
+--writer measures instead what one process takes in: `eyas generate` asks a server whose answers are
+ready, and computed features are read as servers give them, and written. Seconds are those of the
+writing process' processor time.
 
 Exits with 1 where a check failed. The last line of stdout is one JSON.
 """
@@ -40,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +47,16 @@ from eyas.features.states import sglang_streams
 from eyas.hub import resolve_target
 from eyas.operators.decoder import OwnDecoder
 from eyas.records import Prompt, read_answers, read_origins
-from eyas.serve.server import ServeConfig
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, encoded
 
-TURNS = (1, 1, 2, 3)  # of a conversation, as often as each stands here
+TURNS = (1, 1, 2, 3)  # of a conversation
 MAX_LENGTH, MAX_BATCH = 512, 32
-READY_TOKENS = 256  # of an answer, and of a sample of features, that is ready
-NUM_SAMPLES = 24  # of features, written again and again under other keys
+READY_TOKENS = 256  # of a ready answer or sample
+NUM_SAMPLES = 24  # of features, written repeatedly under other keys
 
 
 def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
-    """Conversations with at least so many turns; those that follow one which ends are not answered,
-    so a fifth more.
-    """
+    """A fifth more turns than rows: some follow a turn that ends its conversation."""
     rng, known, prompts, turns = random.Random(seed), user_turns(), [], 0
     while turns < 1.2 * num_rows:
         count = rng.choice(TURNS)
@@ -81,44 +70,6 @@ def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
 
 
 # Processes
-
-
-class Servers:
-    """`eyas serve` processes that can be killed and come back where they were."""
-
-    def __init__(self, count: int, target: str) -> None:
-        self._ports = [free_port() for _ in range(count)]
-        self._target = target
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Servers:
-        self._processes = [self._start(port) for port in self._ports]
-        for port in self._ports:
-            wait_until_it_listens(port)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    @property
-    def urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self._ports]
-
-    def kill_one(self, number: int) -> None:
-        """Kill a server and start it again; it takes its time to come back."""
-        self._processes[number].kill()
-        self._processes[number].wait()
-        self._processes[number] = self._start(self._ports[number])
-
-    def _start(self, port: int) -> subprocess.Popen[bytes]:
-        engine = {"max_batch": MAX_BATCH, "max_length": MAX_LENGTH}
-        config = ServeConfig(target=self._target, port=port, engine=engine)  # type: ignore[arg-type]
-        command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-        return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-        )
 
 
 def free_port() -> int:
@@ -136,28 +87,12 @@ def wait_until_it_listens(port: int) -> None:
 
 
 def start(
-    args: argparse.Namespace, prompts: str, output: Path, urls: list[str], **more: str
+    args: argparse.Namespace, prompts: str, output: Path, *words: str, **more: str
 ) -> subprocess.Popen[bytes]:
-    sets: dict[str, Any] = {
-        "max_tokens": args.max_tokens,
-        "max_batch": MAX_BATCH,
-        "max_length": MAX_LENGTH,
-        "dtype": "float32",
-        **more,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "eyas.cli.main",
-        "generate",
-        prompts,
-        "-t",
-        args.target,
-        "-o",
-        str(output),
-    ]
-    command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
-    command += [word for url in urls for word in ("--server", url)]
+    sets = {"max_tokens": args.max_tokens, "max_batch": MAX_BATCH, "max_length": MAX_LENGTH}
+    command = [sys.executable, "-m", "eyas.cli.main", "generate", prompts, "-t", args.target]
+    command += ["-o", str(output), "--set", "dtype=float32", *words]
+    command += [word for name in sets | more for word in ("--set", f"{name}={(sets | more)[name]}")]
     command += ["--head", args.head] if args.head else []
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
 
@@ -165,10 +100,8 @@ def start(
 def finish(process: subprocess.Popen[bytes]) -> None:
     _, told = process.communicate()
     if process.returncode:
-        sys.exit(
-            "error: eyas generate ended with "
-            f"{process.returncode}\n{told.decode(errors='replace')[-2000:]}"
-        )
+        text = told.decode(errors="replace")[-2000:]
+        sys.exit(f"error: eyas generate ended with {process.returncode}\n{text}")
 
 
 def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) -> None:
@@ -202,47 +135,23 @@ def digest(folder: Path) -> str:
     return sha.hexdigest()
 
 
-def wrong_with(whole: Path, killed: Path, kept: list[int]) -> Iterator[str]:
-    rows = [
-        {(row.prompt_id, row.turn): row for row in read_answers(Artifact(str(folder)))}
-        for folder in (whole, killed)
-    ]
-    total = sum(1 for _ in read_answers(Artifact(str(killed))))
-    if total != len(rows[1]):
-        yield f"{total - len(rows[1])} turns are there twice"
-    if missing := rows[0].keys() - rows[1].keys():
-        yield f"{len(missing)} rows are missing"
-    if more := rows[1].keys() - rows[0].keys():
-        yield f"{len(more)} rows are there that should not be"
-    if others := [key for key, row in rows[0].items() if key in rows[1] and rows[1][key] != row]:
-        yield f"{len(others)} rows are others, the first {others[0]}"
-    if digest(whole) != digest(killed):
-        yield "the files are not the same to the byte"
-    if kept != sorted(kept):
-        yield f"rows got lost: {kept}"
-
-
-def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict[str, Any]:
-    urls, rng = servers.urls if servers else [], random.Random(args.seed)
-    prompts = Artifact(f"{folder}/prompts")
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    rng, prompts = random.Random(args.seed), Artifact(f"{folder}/prompts")
     write_prompts(prompts, args.rows, args.seed)
     whole, killed = folder / "whole", folder / "killed"
     started = time.monotonic()
-    process = start(args, prompts.url, whole, urls)
+    process = start(args, prompts.url, whole)
     wait_for_rows(process, whole, 1)
     begun = time.monotonic()
     finish(process)
     seconds, working_s = time.monotonic() - started, time.monotonic() - begun
     manifest = Artifact(str(whole)).manifest()
-    print(
-        f"uninterrupted: {manifest.counts} in {seconds:.0f} s, {working_s:.0f} s of it with rows",
-        flush=True,
-    )
+    print(f"whole: {manifest.counts} in {seconds:.0f} s, {working_s:.0f} s with rows", flush=True)
     kept: list[int] = []
     started = time.monotonic()
     moments = sorted(rng.sample(range(1, manifest.counts["answers"]), args.kills))
     for number, moment in enumerate(moments):
-        process = start(args, prompts.url, killed, urls)
+        process = start(args, prompts.url, killed)
         wait_for_rows(process, killed, max(moment, kept[-1] + 1 if kept else 1))
         time.sleep(rng.random() * working_s / manifest.counts["answers"])
         if process.poll() is not None:
@@ -252,10 +161,14 @@ def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict
         process.communicate()
         kept.append(num_kept(killed))
         print(f"kill {number + 1}: {kept[-1]} rows are kept", flush=True)
-        if servers:
-            servers.kill_one(number % args.servers)
-    finish(start(args, prompts.url, killed, urls))
-    failures = list(wrong_with(whole, killed, kept))
+    finish(start(args, prompts.url, killed))
+    found = [(row.prompt_id, row.turn) for row in read_answers(Artifact(str(killed)))]
+    checks = {
+        "turns are there twice": len({*found}) == len(found),
+        "the files are not the same to the byte": digest(whole) == digest(killed),
+        f"rows got lost: {kept}": kept == sorted(kept),
+    }
+    failures = [words for words, passed in checks.items() if not passed]
     latencies = sorted(one.latency_ms for one in read_origins(Artifact(str(whole))))
     return {
         "rows": manifest.counts["answers"],
@@ -269,8 +182,6 @@ def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict
         "seconds_with_rows": round(working_s, 1),
         "tokens_per_s": round(manifest.counts["answer_tokens"] / working_s, 1),
         "latency_ms_p50": latencies[len(latencies) // 2],
-        "answered_by": manifest.config["answered_by"],
-        "servers": args.servers,
         "head": args.head,
         "sha256": digest(whole)[:16],
     }
@@ -280,7 +191,7 @@ def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict
 
 
 async def serve_ready(port: int, answers: list[list[int]]) -> None:
-    """A server as vLLM is asked by tokens, whose answers are ready."""
+    """As vLLM answers by tokens."""
     numbers = iter(range(1 << 40))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -314,7 +225,7 @@ def run_ready_server(port: int, answers: list[list[int]]) -> None:
 
 
 def ready_answers(chat: Chat) -> list[list[int]]:
-    """READY_TOKENS ids of real text, the last one what ends an answer."""
+    """READY_TOKENS ids of real text and an end token."""
     rng, known, found = random.Random(0), user_turns(), []
     for _ in range(64):
         text = " ".join(rng.sample(known, 60))
@@ -340,7 +251,7 @@ def writes_answers(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     args.max_tokens = READY_TOKENS
     output, sent = folder / "answers", {"client.send": "tokens", "max_length": "4096"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = start(args, prompts.url, output, [f"http://127.0.0.1:{port}"], **sent)
+    process = start(args, prompts.url, output, "--server", f"http://127.0.0.1:{port}", **sent)
     wait_for_rows(process, output, 1)
     begun, spent = time.monotonic(), processor_s(process.pid)
     finish(process)
@@ -379,9 +290,7 @@ def ready_samples(args: argparse.Namespace) -> tuple[FeatureMeta, list[Sample]]:
 
 
 def rate(work: Callable[[int], int], seconds: float) -> float:
-    """Tokens a second of the processor, of work that is done again and again; it gets a number and
-    gives the tokens.
-    """
+    """Tokens a second of processor time. work: of its number, gives its tokens."""
     work(0)
     started, num_tokens, number = time.process_time(), 0, 1
     while time.process_time() - started < seconds:
@@ -391,7 +300,7 @@ def rate(work: Callable[[int], int], seconds: float) -> float:
 
 
 def writes_features(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Tokens a second of one process, and MB of bfloat16 hidden states."""
+    """Tokens, and MB of bfloat16 hidden states, a second."""
     meta, samples = ready_samples(args)
     seconds, tokens = (1.0 if args.quick else 2.0), sum(len(one.token_ids) for one in samples)
     found: dict[str, float] = {}
@@ -433,13 +342,11 @@ def writes_features(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found["read vLLM's file"] = rate(read_file, seconds)
     found["read SGLang's JSON"] = rate(read_json, seconds)
     size = 8 * H / 1e6  # MB of a token in bfloat16
-    return {
-        "hidden_size": H,
-        **{
-            name: {"tokens_per_processor_s": round(one), "mb_per_processor_s": round(one * size, 1)}
-            for name, one in found.items()
-        },
+    rates = {
+        name: {"tokens_per_processor_s": round(one), "mb_per_processor_s": round(one * size, 1)}
+        for name, one in found.items()
     }
+    return {"hidden_size": H, **rates}
 
 
 def run_writer(args: argparse.Namespace, folder: Path) -> None:
@@ -457,17 +364,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the moments")
     parser.add_argument("--target", default="builtin", help="target folder, or builtin")
     parser.add_argument("--head", help="head folder, or builtin; none by default")
-    parser.add_argument(
-        "--servers",
-        type=int,
-        default=0,
-        help="how many answer; 0 is the engine in the process itself",
-    )
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--writer", action="store_true", help="what one process takes in")
-    parser.add_argument(
-        "--folder", type=Path, help="where everything goes; by default it is gone afterwards"
-    )
+    parser.add_argument("--folder", type=Path, help="of the outputs; by default a temporary one")
     args = parser.parse_args()
     if args.quick:
         args.rows, args.kills, args.max_tokens = 150, 2, 32
@@ -476,8 +375,7 @@ def main() -> None:
         if args.writer:
             run_writer(args, folder)
             return
-        servers = stack.enter_context(Servers(args.servers, args.target)) if args.servers else None
-        result = run(args, folder, servers)
+        result = run(args, folder)
     for failure in result["failures"]:
         print(f"FAILED: {failure}")
     print(json.dumps({"machine": machine(), **result}))

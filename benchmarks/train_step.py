@@ -1,6 +1,4 @@
-"""A head, a target's matrices and a batch of random numbers, and one training step of ours on them:
-for benchmarks/gpu/train.py and tests.
-"""
+"""Our training step on random numbers, for benchmarks/gpu/train.py and tests."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ LEARNING_RATE, MOST_STEPS = 1e-4, 10_000
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A head and a target's matrices of random numbers on a device; samples with best tokens, as
-    stored features have them, and the batch of them, on the CPU.
+    """A head and a target's matrices on a device; samples with best tokens, and their batch, on the
+    CPU.
     """
 
     head: Head
@@ -41,7 +39,7 @@ class World:
 
 
 def target_config(args: argparse.Namespace) -> TargetConfig:
-    """A target of the shape that `args` has; its layers are not run."""
+    """Its layers are not run."""
     return TargetConfig(
         family="llama",
         hidden_size=args.hidden,
@@ -64,9 +62,7 @@ def target_config(args: argparse.Namespace) -> TargetConfig:
 
 
 def sample(args: argparse.Namespace, length: int, answer_share: float, number: int) -> Sample:
-    """A conversation of `length` tokens, in turns of which the answers have TURN tokens; features
-    of bf16.
-    """
+    """A conversation of `length` tokens with answers of TURN tokens; features of bf16."""
     generator = torch.Generator().manual_seed(number)
     turn = max(TURN + 1, round(TURN / answer_share))
     mask_T = torch.arange(length) % turn >= (turn - TURN if answer_share < 1 else 0)
@@ -78,9 +74,7 @@ def sample(args: argparse.Namespace, length: int, answer_share: float, number: i
 
 
 def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World:
-    """The target's embedding and output matrix are one, as in small Llamas; the draft vocabulary
-    has all best tokens.
-    """
+    """Embeddings and lm_head are tied; the draft vocabulary has all best tokens."""
     target = target_config(args)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(args.vocab, args.hidden, generator=generator) * args.hidden**-0.5
@@ -98,9 +92,7 @@ def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World
 
 
 def our_step(made: World, device: str, config: ObjectiveConfig) -> Any:
-    """A call that makes one step of ours and returns its loss, as in `eyas train`: a thread makes
-    the batches.
-    """
+    """A call that makes one step and returns its loss; a thread makes the batches."""
     dtype = quickest(device)
     state = TrainingState(made.head, optimizers_of(made.head), dtype)
     objective = LossModule(made.head, made.vocabulary, config, dtype)

@@ -1,5 +1,5 @@
-"""A server in front of a real one that does to some requests what servers in the world do: real
-sockets, real faults.
+"""A server in front of a real one that does what servers in the world do: real sockets
+and faults.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ Choose = Callable[[dict[str, Any]], str | None]
 
 
 class Faulty(ThreadingHTTPServer):
-    """Forwards to `real`, or does what `choose` says of a request's body. pages: what it says
-    itself, by path.
-
-    asked: the bodies that came, in order."""
+    """Forwards to `real`, or does what `choose` says of a request's body. pages: its own, by path.
+    asked: the bodies that came.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -58,8 +57,7 @@ class Faulty(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is none of our business."""
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -85,8 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             getattr(self, "_" + fault.replace(" ", "_"))(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+    def log_message(self, format: str, *args: Any) -> None: ...
 
     def _forward(self, method: str, body: bytes) -> None:
         names = ("authorization", "content-type")

@@ -20,16 +20,12 @@ from tests.bench_servers import JsonHandler, running
 
 
 def with_cache(module: Any, cache: Any) -> dict[str, Any]:
-    """Arguments of a forward of transformers that reads and extends a cache; before 5.24 it is
-    called `past_key_values`.
-    """
+    """Before transformers 5.24 the cache is called `past_key_values`."""
     names = inspect.signature(module.forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 class GreedyServer(ThreadingHTTPServer):
-    """The target's own greedy answers at /v1/completions, for prompts that are token ids."""
-
     daemon_threads = True
     request_queue_size = 128
 
@@ -45,7 +41,6 @@ class GreedyServer(ThreadingHTTPServer):
 
     @torch.inference_mode()
     def answer(self, prompt_ids: list[int], max_tokens: int) -> list[int]:
-        """The end token included, if it comes."""
         ids, answer = torch.tensor([prompt_ids]), list[int]()
         cache = DynamicCache(config=self.model.config)
         with self.lock:
@@ -82,6 +77,5 @@ class _Handler(JsonHandler):
 
 @contextmanager
 def serving_greedily(target: Path) -> Iterator[str]:
-    """The address of a server of the target, for as long as the block lasts."""
     with running(GreedyServer(target)) as server:
         yield server.url

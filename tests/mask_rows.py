@@ -114,8 +114,4 @@ def folders(root: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     made["qwen, no thoughts"] = made["qwen"][0], {"enable_thinking": False}
     made["r1, no thoughts"] = made["r1"][0], {"thinking": False}
     tiny_tokenizer(root / "tiny", chat_template=TEMPLATE)
-    return {
-        **made,
-        "tiny": (root / "tiny", {}),
-        "builtin": (Path(target_folder()), {}),
-    }
+    return {**made, "tiny": (root / "tiny", {}), "builtin": (Path(target_folder()), {})}

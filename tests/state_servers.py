@@ -1,6 +1,5 @@
-"""vLLM and SGLang as they were seen to answer for hidden states (vLLM 0.32 on a CPU, recorded;
-SGLang 0.5.23 by its source), with a tiny target of transformers behind them, and what can be wrong
-with one.
+"""vLLM and SGLang as they answer for hidden states (vLLM 0.32 on a CPU, recorded; SGLang 0.5.23 by
+its source), with a tiny target behind them, and what can be wrong with one.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ from tests.bench_servers import JsonHandler, running
 
 @dataclass
 class Behaviour:
-    """How a server was started, or is broken.
-
-    layers: those whose outputs it gives, 0-based. cuts: at this token its prefill is cut into two
-    chunks. mixes: from its second answer to the same tokens on, the states of other tokens.
-    dies_after: answers, then connections break."""
+    """layers: 0-based. cut: the token at which prefill begins a second chunk. mixes: from the
+    second answer to the same tokens on, states of other tokens. dies_after: answers.
+    """
 
     engine: str
     target: Path
@@ -52,8 +49,6 @@ class Behaviour:
 
 
 class StateHTTP(ThreadingHTTPServer):
-    """asked: token ids that came, in order."""
-
     daemon_threads = True
     request_queue_size = 128
 
@@ -71,7 +66,7 @@ class StateHTTP(ThreadingHTTPServer):
         """A client that has gone."""
 
     def streams(self, ids: list[int]) -> torch.Tensor:
-        """[T, S, H], before the final norm, as hooks on the layers see them."""
+        """[T, S, H], before the final norm."""
         seen: dict[int, torch.Tensor] = {}
         with self.lock, torch.inference_mode():
             hooks = [
@@ -117,7 +112,7 @@ class _Handler(JsonHandler):
             self._sglang(ids, states[3:] if of.loses_cached and again else states)
 
     def _vllm(self, body: dict[str, Any], ids: list[int], states: torch.Tensor) -> None:
-        """Locks, answers, writes, lets go: the file is not there yet when the answer comes."""
+        """Locks, answers, writes, unlocks."""
         choice = {"index": 0, "text": "", "finish_reason": "length"}
         answer: dict[str, Any] = {"id": "cmpl", "choices": [choice], "kv_transfer_params": None}
         of = self.server.behaviour
@@ -149,7 +144,6 @@ def serving_states(behaviour: Behaviour) -> Iterator[StateHTTP]:
 
 @contextmanager
 def vllm_server(python: str, folder: str, dtype: str, length: int, *options: str) -> Iterator[str]:
-    """The address of a server of the target, started for as long as the block lasts."""
     with tempfile.TemporaryDirectory() as work, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,6 +1,4 @@
-"""The stage `capture`: the features are transformers', the mask is the target's words, every answer
-is accounted for.
-"""
+"""Stage `capture`: features are transformers', masks the target's words, no answer is lost."""
 
 import dataclasses
 import shutil
@@ -22,11 +20,7 @@ from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
-from eyas.features.samples import (
-    SamplePlan,
-    forward_batches,
-    plan_samples,
-)
+from eyas.features.samples import SamplePlan, forward_batches, plan_samples
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import OwnDecoder
@@ -81,10 +75,7 @@ def captured(target, answers, tmp_path_factory) -> Artifact:
 
 
 def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
-    """EAGLE-3's layers: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
-    final norm. They are as near to its float64 as its own float32. The best tokens are its own
-    where a teacher is asked.
-    """
+    """As near to transformers' float64 as its own float32."""
     exact, single = (
         AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
         for dtype in (torch.float64, torch.float32)
@@ -109,13 +100,12 @@ def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
 
 
 def test_the_meta_says_what_the_features_are(target, captured):
-    features, loaded = Features(captured), Target.load(target)
-    assert features.meta.taps == (1, 3, 4)
-    assert (features.meta.hidden_size, features.meta.vocab_size) == (32, 320)
-    assert features.meta.lm_head_sha256 == loaded.lm_head_sha256
-    assert features.meta.last_hidden == "post_norm"
-    assert captured.manifest().facts["features"]["taps"] == [1, 3, 4]
-    assert list(captured.manifest().inputs) == ["answers"]
+    meta, manifest = Features(captured).meta, captured.manifest()
+    assert (meta.taps, meta.hidden_size, meta.vocab_size) == ((1, 3, 4), 32, 320)
+    assert meta.lm_head_sha256 == Target.load(target).lm_head_sha256
+    assert manifest.facts["features"]["taps"] == [1, 3, 4]
+    assert list(manifest.inputs) == ["answers"]
+    assert (manifest.config["decoder"], manifest.config["dtype"]) == ("own", "float32")
 
 
 def test_every_answer_is_under_a_mask_and_nothing_else_is(target, answers, captured):
@@ -136,18 +126,19 @@ def test_every_answer_is_under_a_mask_and_nothing_else_is(target, answers, captu
     assert found == expected
 
 
-def test_capture_asks_no_template_and_no_tokenizer(target, answers, captured, monkeypatch, output):
-    monkeypatch.setattr(TargetTokenizer, "__init__", lambda *_: pytest.fail("loads a tokenizer"))
-    assert capture(config_of(target), answers, output).counts == captured.manifest().counts
-
-
-def test_answers_of_an_older_version_are_one_clear_error(target, tmp_path, output):
+def test_answers_of_another_target_or_version_are_refused(target, answers, tmp_path, monkeypatch):
+    other = tiny_target(tmp_path / "other", seed=1)
+    with pytest.raises(MismatchError, match="another target"):
+        CaptureTask(config_of(other), answers)
     old = Artifact(str(tmp_path / "old"))
     old.begin("made by an older version")
     settings = {"target_fingerprint": fingerprint(target)}
     old.finish("generate", settings, {}, {"answers": 0}, {"target": str(target)})
     with pytest.raises(MismatchError, match="hold no tokens: an older version of eyas"):
-        capture(config_of(target), old, output)
+        CaptureTask(config_of(target), old)
+    monkeypatch.setattr(stage, "read_answers", lambda _: [answer_of([5, 6], [7, 8, 320, 2])])
+    with pytest.raises(MismatchError, match="hold token 320, of 320"):
+        _ = CaptureTask(config_of(target), answers).plan
 
 
 def test_counts_balance_and_drops_can_be_read(answers, captured):
@@ -172,7 +163,6 @@ def test_the_split_goes_by_prompt(captured):
 
 
 def test_merged_turns_have_the_features_of_the_turns_alone(target, tmp_path, output):
-    """One conversation as one sample: the same features, and the union of the masks."""
     dialogues = [
         ("Hi", f"a table {at}", "San Jose?", "I would like", "7", "yes") for at in range(5)
     ]
@@ -249,8 +239,9 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths, batch_tokens,
         assert len({int(one.key) // window for one in batch}) == 1
 
 
-def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, output):
+def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, monkeypatch, output):
     assert CaptureConfig(target="t").store_dtype == "bfloat16"
+    monkeypatch.setattr(TargetTokenizer, "__init__", lambda *_: pytest.fail("loads a tokenizer"))
     capture(config_of(target, store_dtype="bfloat16"), answers, output)
     exact, rounded = all_samples(captured), all_samples(output)
     assert exact.keys() == rounded.keys()
@@ -258,12 +249,6 @@ def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, output):
         assert sample.aux_hidden.dtype == torch.bfloat16
         assert torch.equal(sample.aux_hidden, exact[key].aux_hidden.bfloat16())
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
-
-
-def test_answers_with_tokens_that_the_target_has_not_are_refused(target, answers, monkeypatch):
-    monkeypatch.setattr(stage, "read_answers", lambda _: [answer_of([5, 6], [7, 8, 320, 2])])
-    with pytest.raises(MismatchError, match="hold token 320, of 320"):
-        _ = CaptureTask(config_of(target), answers).plan
 
 
 def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):
@@ -280,14 +265,7 @@ def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, mon
     capture(config_of(target), answers, output)
 
 
-def test_answers_of_another_target_are_refused(answers, tmp_path, output):
-    other = tiny_target(tmp_path / "other", seed=1)
-    with pytest.raises(MismatchError, match="another target"):
-        capture(config_of(other), answers, output)
-
-
 def test_nothing_to_capture(tmp_path, output):
-    """A target that never ends a turn: every answer is cut, and cut ones are left out."""
     target = tiny_target(tmp_path / "target")
     config = GenerateConfig(target=str(target), max_tokens=1)
     made = Artifact(str(tmp_path / "answers"))
@@ -298,15 +276,7 @@ def test_nothing_to_capture(tmp_path, output):
     assert "leave_out" in raised.value.hint
 
 
-def planned(token_ids: list[int], number: int = 0) -> SamplePlan:
-    ids = np.array(token_ids, dtype=np.int32)
-    return SamplePlan(str(number), "", "", ids, np.ones(len(ids), dtype=bool))
-
-
 def test_alone_a_samples_values_depend_on_nothing_beside_it(target, answers, tmp_path):
-    """batch_tokens 1: the same bits whichever splits are kept, and however the samples are cut into
-    batches.
-    """
     whole, part = (Artifact(str(tmp_path / name)) for name in ("whole", "part"))
     capture(config_of(target, batch_tokens=1), answers, whole)
     manifest = capture(config_of(target, batch_tokens=1), answers, part, splits=("held_out",))
@@ -322,9 +292,7 @@ def test_alone_a_samples_values_depend_on_nothing_beside_it(target, answers, tmp
             assert torch.equal(sample.last_hidden, last_hidden)
 
 
-def test_auto_is_our_own_decoder_where_it_knows_the_target(target, answers, captured):
-    stated = captured.manifest().config
-    assert (stated["decoder"], stated["dtype"]) == ("own", "float32")
+def test_a_target_on_several_devices_is_transformers(target, answers):
     spread = CaptureTask(config_of(target, device_map="auto"), answers)
     assert spread.settings["decoder"] == "transformers"
     assert "device_map" not in spread.settings

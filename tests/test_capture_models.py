@@ -1,6 +1,4 @@
-"""Capture by transformers: on every family the hooks see what the model itself says; a common
-beginning changes nothing.
-"""
+"""Capture by transformers: on every family the hooks see what the model itself says."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def decoders(folders) -> dict[str, HookedDecoder]:
 
 
 def stated(folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model itself says: three hidden states, the one that feeds
-    lm_head, and the logits.
-    """
+    """Three hidden states, the one that feeds lm_head, and the logits, as the model says."""
     attention = {"attn_implementation": "eager"} if folder.name == "gemma2" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, **attention).eval()
     n = model.config.num_hidden_layers
@@ -64,9 +60,16 @@ def assert_close(one: HiddenStates, aux_hidden: Tensor, last_hidden: Tensor) -> 
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_streams_are_the_hidden_states_that_the_model_puts_out(family, folders, decoders):
-    aux_hidden, last_hidden, _ = stated(folders[family], TOKENS)
+def test_streams_and_logits_are_those_that_the_model_puts_out(family, folders, decoders):
+    """With soft caps and scales of logits."""
+    aux_hidden, last_hidden, logits = stated(folders[family], TOKENS)
     assert_close(decoders[family].states(TOKENS.tolist()), aux_hidden, last_hidden)
+    vocabulary = TargetVocabulary.load(folders[family])
+    torch.testing.assert_close(vocabulary.logits(last_hidden[0]), logits[0], rtol=1e-4, atol=1e-4)
+    embeddings = AutoModelForCausalLM.from_pretrained(folders[family]).get_input_embeddings()
+    assert torch.equal(vocabulary.embed_tokens, embeddings.weight)
+    assert vocabulary.config.eos_token_ids == (2,)
+    assert vocabulary.config.default_taps == (1, 3, 4)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -79,30 +82,14 @@ def test_what_is_beyond_a_rows_end_changes_nothing_before_it(family, decoders):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_own_decoder_and_transformers_agree(family, folders, decoders):
-    own = OwnDecoder(Target.load(folders[family]))
-    hooked = decoders[family]
+    own, hooked = OwnDecoder(Target.load(folders[family])), decoders[family]
     theirs = hooked.states(TOKENS.tolist())
     assert_close(own.states(TOKENS.tolist()), theirs.aux_hidden, theirs.last_hidden)
     assert own.lm_head_sha256 == hooked.lm_head_sha256
     assert own.shape == target_shape(folders[family])
 
 
-@pytest.mark.parametrize("family", EVERY)
-def test_the_vocabulary_says_what_the_model_says(family, folders):
-    """Soft caps and scales of logits included; and the embeddings are those that the model looks
-    up.
-    """
-    vocabulary = TargetVocabulary.load(folders[family])
-    _, last_hidden, logits = stated(folders[family], TOKENS)
-    torch.testing.assert_close(vocabulary.logits(last_hidden[0]), logits[0], rtol=1e-4, atol=1e-4)
-    model = AutoModelForCausalLM.from_pretrained(folders[family])
-    assert torch.equal(vocabulary.embed_tokens, model.get_input_embeddings().weight)
-    assert vocabulary.config.eos_token_ids == (2,)
-    assert vocabulary.config.default_taps == (1, 3, 4)
-
-
 def test_the_soft_cap_is_there_to_be_seen(folders):
-    """The test above would hold no water on a target whose logits are far below the cap."""
     vocabulary = TargetVocabulary.load(folders["gemma2"])
     _, last_hidden, logits = stated(folders["gemma2"], TOKENS)
     assert (last_hidden[0] @ vocabulary.lm_head.T - logits[0]).abs().max() > 0.5
@@ -162,7 +149,7 @@ def test_a_config_that_transformers_does_not_know(tmp_path):
 
 
 class TwoLists(nn.Module):
-    """A model whose layers cannot be told: two lists of eight, each called in order."""
+    """Two lists of eight layers, each called in order."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Features from servers are our own decoder's within the precision's noise, or nothing is stored.
+"""Features from servers are our decoder's within the precision's noise, or nothing is stored.
 
 The live test needs a vLLM: EYAS_VLLM_PYTHON names its interpreter.
 """
@@ -82,20 +82,18 @@ def right(engine: str, target: Path, root: Path, **faults: Any) -> Behaviour:
     return replace(Behaviour(engine, target, layers, root / "states"), **faults)
 
 
-def assert_near(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(one, other, rtol=TWO_DECODERS, atol=TWO_DECODERS)
+def assert_near(one: torch.Tensor, other: torch.Tensor, within: float = TWO_DECODERS) -> None:
+    torch.testing.assert_close(one, other, rtol=within, atol=within)
 
 
-def assert_alike(served: Artifact, own: Artifact, tolerance: float) -> None:
+def assert_alike(served: Artifact, own: Artifact, within: float = TWO_DECODERS) -> None:
     ours, theirs = all_samples(own), all_samples(served)
     assert list(ours) == list(theirs)
-    for key, one in ours.items():
-        assert torch.equal(one.token_ids, theirs[key].token_ids)
-        assert torch.equal(one.loss_mask, theirs[key].loss_mask)
-        for name in ("aux_hidden", "last_hidden"):
-            torch.testing.assert_close(
-                getattr(theirs[key], name), getattr(one, name), rtol=tolerance, atol=tolerance
-            )
+    for one, other in zip(ours.values(), theirs.values(), strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.loss_mask, other.loss_mask)
+        assert_near(other.aux_hidden, one.aux_hidden, within)
+        assert_near(other.last_hidden, one.last_hidden, within)
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +106,8 @@ def own(target, answers, tmp_path_factory) -> Artifact:
 def losses(
     target: Path | str, features: FeatureSource, held_out: FeatureSource, root: Path
 ) -> list[float]:
-    """Of every step of a training in float32."""
-    settings = {
-        "head": {"draft_vocab_size": 320},
-        "epochs": 1,
-        "batches": {"tokens": 64},
-        "dtype": "float32",
-    }
+    settings = {"head": {"draft_vocab_size": 320}, "batches": {"tokens": 64}, "dtype": "float32"}
+    settings["stop"] = {"max_steps": 6, "measurements": 1}
     output = Artifact(str(root))
     train(TrainConfig.model_validate(settings), str(target), features, output, held_out=held_out)
     return [row["loss"] for row in output.read_jsonl("metrics.jsonl")]
@@ -122,13 +115,12 @@ def losses(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_servers_give_the_features_of_our_decoder(engine, target, answers, own, tmp_path):
-    """Of both engines and by two servers, in the store's order; no file stays."""
     behaviour, output = right(engine, target, tmp_path), Artifact(str(tmp_path / "features"))
     with serving_states(behaviour) as one, serving_states(behaviour) as other:
         manifest = capture(config_of(target, one.url, other.url), answers, output)
         assert len(one.asked) > 5
         assert len(other.asked) > 5
-    assert_alike(output, own, TWO_DECODERS)
+    assert_alike(output, own)
     assert {server["engine"] for server in manifest.facts["servers"]} == {f"{engine} 0.0.1"}
     assert manifest.config["decoder"] == "servers"
     assert "servers" not in manifest.config
@@ -189,7 +181,6 @@ def test_without_a_server_the_command_to_start_one_is_shown(target, answers, tmp
 
 
 def test_a_killed_server_costs_nothing(target, answers, own, tmp_path):
-    """The run ends, whole shards stay, and another server does the rest."""
     output, behaviour = Artifact(str(tmp_path / "features")), right("vllm", target, tmp_path)
     with (
         serving_states(replace(behaviour, dies_after=12)) as server,
@@ -199,13 +190,11 @@ def test_a_killed_server_costs_nothing(target, answers, own, tmp_path):
     with serving_states(behaviour) as server:
         capture(config_of(target, server.url), answers, output)
         assert len(server.asked) < len(all_samples(own)) + 5  # five are the proof's
-    assert_alike(output, own, TWO_DECODERS)
+    assert_alike(output, own)
 
 
 def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path):
-    """Files of this run's requests to this server; other runs, and other ranks of this one, may
-    share the folder.
-    """
+    """Other runs, and other ranks of this one, may share the folder."""
     server, other = (
         StateServer("http://127.0.0.1:1", FleetConfig(), None, (), run)
         for run in ("1234567890abcd", "other")
@@ -272,7 +261,6 @@ def served_file(folder: Path, name: object) -> StateServer:
 
 
 def test_what_a_server_leaves_is_finished(target):
-    """The norm, and the last layer with it, by transformers' modules."""
     ids, decoder = list(range(40, 75)), HookedDecoder.load(target, "float32")
     layers, states = decoder.layers(ids), decoder.states([ids])
     taps = torch.cat([layers[tap] for tap in decoder.shape.default_taps], dim=-1)
@@ -292,9 +280,7 @@ def test_training_reads_servers_without_a_store(target, answers, own, tmp_path):
         batches = [*source.batches([[2, 0], [1]])]
         for number, sample in zip((2, 0, 1), [*batches[0], *batches[1]], strict=True):
             assert sample.key == stored[number].key
-            torch.testing.assert_close(
-                sample.aux_hidden, stored[number].aux_hidden, rtol=TWO_DECODERS, atol=TWO_DECODERS
-            )
+            assert_near(sample.aux_hidden, stored[number].aux_hidden)
         served = losses(target, source, online.features("held_out"), tmp_path / "served")
         online.source.close()
     assert not [*behaviour.folder.glob("*")]
@@ -307,7 +293,7 @@ def test_training_reads_servers_without_a_store(target, answers, own, tmp_path):
 
 @pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")
 def test_a_live_vllm_gives_the_features_of_our_decoder(tmp_path):
-    """By the command that we print; its prefill is cut into chunks and its prefix cache is used."""
+    """Its prefill is cut into chunks and its prefix cache is used."""
     target = str(target_folder())
     answers = answers_of(target, tmp_path, count=12, max_tokens=60)
     own, served = Artifact(str(tmp_path / "own")), Artifact(str(tmp_path / "served"))

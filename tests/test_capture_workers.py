@@ -1,4 +1,4 @@
-"""Capture by several processes, here and on Ray: the bytes of one process, whoever of them dies."""
+"""Capture by several processes, here and on Ray: the bytes of one process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from eyas.features.forward import ForwardResult, ForwardTask, WorkerForward
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, writer
+from tests.fork_server import imported_once
 from tests.stages import killed_at_a_write, patched, write_answers
 from tests.tiny import tiny_target
 
@@ -52,7 +53,7 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
 
 
 def contents(output: Artifact) -> dict[str, Any]:
-    """All files; the manifest without its time and place."""
+    """All files; the manifest without time and place."""
     files: dict[str, Any] = {name: output.read(name) for name in output.all_names()}
     files[MANIFEST] = json.loads(files[MANIFEST])
     del files[DONE], files[MANIFEST]["created"], files[MANIFEST]["url"]
@@ -70,7 +71,6 @@ def of_one_process(target, answers, tmp_path_factory) -> dict[str, dict[str, Any
 
 
 def test_processes_change_nothing(target, answers, of_one_process, tmp_path, monkeypatch):
-    """Three, which encode what they compute once the codec is known."""
     counts = {"encoded": 0, "as they are": 0}
     add = stage.ShardWriter.add
 
@@ -80,14 +80,15 @@ def test_processes_change_nothing(target, answers, of_one_process, tmp_path, mon
 
     monkeypatch.setattr(stage.ShardWriter, "add", counted)
     output = Artifact(str(tmp_path / "features"))
-    capture(config_of(target, workers=3), answers, output)
+    with imported_once():
+        capture(config_of(target, workers=3), answers, output)
     assert contents(output) == of_one_process["own"]
     assert len(Features(output).entries) > 20
     assert min(counts.values()) > 5
 
 
 def load_or_be_killed(config: CaptureConfig, target_fingerprint: str) -> Any:
-    """A decoder whose process is killed amid its work, the first time that one gets so far."""
+    """The first process that gets to KILLED_AT is killed."""
     assert Path(config.target).is_absolute(), "another host stands in another folder"
     forward = load_on_worker(config, target_fingerprint)
     decoder = forward._decoder
@@ -116,7 +117,8 @@ def test_a_killed_worker_changes_nothing(
     relative = Path(os.path.relpath(target))
     config = config_of(relative, decoder=decoder, executor=executor, workers=2)
     output = Artifact(str(tmp_path / "features"))
-    capture(config, answers, output)
+    with imported_once():
+        capture(config, answers, output)
     assert target.with_name(f"killed-{decoder}-{executor}").exists()
     made = contents(output)
     made[MANIFEST]["facts"]["target"] = str(target)
@@ -127,7 +129,6 @@ def test_a_killed_worker_changes_nothing(
 def test_a_killed_run_goes_on_with_any_number_of_workers(
     target, answers, of_one_process, tmp_path, monkeypatch, workers
 ):
-    """On the library that began it: another variant's last bits differ."""
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     several = config.model_copy(update={"workers": 3 - workers})
     kept = killed_at_a_write(
@@ -139,7 +140,8 @@ def test_a_killed_run_goes_on_with_any_number_of_workers(
             patched.setattr(forward, "build", lambda: "decoder-else")
             with pytest.raises(MismatchError, match=r"parts so far .*-else"):
                 capture(config, answers, output)
-    capture(config.model_copy(update={"workers": workers}), answers, output)
+    with imported_once():
+        capture(config.model_copy(update={"workers": workers}), answers, output)
     assert contents(output) == of_one_process["own"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"
 
@@ -153,7 +155,6 @@ def test_where_the_work_runs_is_no_part_of_the_identity(target, answers):
 def test_a_target_that_a_worker_does_not_have_is_refused_by_the_name_of_its_host(
     target, tmp_path, monkeypatch
 ):
-    """A folder of the first host alone, or another model under the same path."""
     monkeypatch.setattr(forward.socket, "gethostname", lambda: "host-b")
     made_for, absent = fingerprint(target), config_of(tmp_path / "absent")
     with pytest.raises(MissingInputError, match=r"host-b: no target folder at .*absent") as raised:
@@ -166,8 +167,6 @@ def test_a_target_that_a_worker_does_not_have_is_refused_by_the_name_of_its_host
 
 
 class Hosts(LocalExecutor):
-    """Results of workers that computed otherwise."""
-
     def __init__(self, *results: ForwardResult) -> None:
         super().__init__(ForwardTask(lambda: pytest.fail("computes"), 1), len(results))
         self._results = results

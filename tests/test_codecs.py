@@ -1,8 +1,7 @@
-"""Codecs: exact where they say so, within their error where they say that, and never surprised by
-giants, NaN or few rows.
-"""
+"""Codecs: exact, or within their error, also with giants, NaN and few rows."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -30,6 +29,7 @@ from eyas.shards.codecs import LayerStates, Tables, calibrate, join_parts, split
 from eyas.shards.layout import layers_of
 from eyas.train.loss import ObjectiveConfig, batch_loss, plan_of, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
+from tests.tiny_features import write_shards
 
 NAMES = get_args(CodecName)
 INEXACT = [name for name in NAMES if CODECS[name].error]
@@ -50,9 +50,7 @@ def coder_of(meta: FeatureMeta, layers: LayerStates, kept: torch.Tensor) -> Code
 
 
 def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> LayerStates:
-    """Four layers that build on each other, with channels of very different sizes and, in the first
-    row, giants.
-    """
+    """Four layers that build on each other; channels of very different sizes, giants in row 0."""
     generator = torch.Generator().manual_seed(seed)
     channel = torch.logspace(-1, 1.5, SIZE)
     layers = [torch.randn(rows, SIZE, generator=generator) * channel]
@@ -71,19 +69,12 @@ def sample_of(number: int, length: int, dtype: torch.dtype = torch.bfloat16) -> 
     return Sample(f"sample-{number}", ids, mask, torch.cat(layers[:3], dim=1), layers[3], "source")
 
 
-def features_of(url: str, meta: FeatureMeta, samples: list[Sample]) -> Features:
-    artifact = Artifact(url)
-    artifact.begin("test")
-    writer = ShardWriter(artifact, "train", meta, samples_per_shard=3)
-    for sample in samples:
-        writer.add(sample)
-    writer.close()
-    artifact.finish("capture", {}, {}, {})
-    return Features(Artifact(url))
+def features_of(place: Path, meta: FeatureMeta, samples: list[Sample]) -> Features:
+    return Features(write_shards(str(place), meta, samples, samples_per_shard=3))
 
 
 def relative_error(sample: Sample, read: Sample) -> torch.Tensor:
-    """Of each layer, in units of the size of each channel, giants left out: [4]."""
+    """Of each layer, in units of each channel's size, without giants: [4]."""
     before, after = (
         torch.cat([one.aux_hidden, one.last_hidden], dim=1)[1:].float() for one in (sample, read)
     )
@@ -99,7 +90,7 @@ def bits(x: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("codec", NAMES)
 def test_features_come_back_within_the_codecs_error(tmp_path, codec, dtype):
     samples = [sample_of(number, 300 + number, getattr(torch, dtype)) for number in range(4)]
-    features = features_of(str(tmp_path / "features"), meta_of(codec, dtype=dtype), samples)
+    features = features_of(tmp_path / "features", meta_of(codec, dtype=dtype), samples)
     for sample, read in zip(samples, features, strict=True):
         assert torch.equal(read.token_ids, sample.token_ids)
         assert torch.equal(read.loss_mask, sample.loss_mask)
@@ -115,9 +106,6 @@ def test_features_come_back_within_the_codecs_error(tmp_path, codec, dtype):
 
 @pytest.mark.parametrize("codec", INEXACT)
 def test_giants_come_back_to_the_bit(codec):
-    """Activations of first tokens, a thousand times the others: kept beside, and not spoiling the
-    scale of their channel.
-    """
     layers = residual_streams(400)
     kept = torch.ones(400, dtype=torch.bool)
     coder = coder_of(meta_of(codec), layers, kept)
@@ -132,9 +120,7 @@ def test_giants_come_back_to_the_bit(codec):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("codec", NAMES)
 def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec, dtype):
-    """The trainer names samples whose features are not finite: a codec must not make them look
-    well.
-    """
+    """The trainer names samples whose features are not finite."""
     layers = residual_streams(50, dtype=getattr(torch, dtype))
     kept = torch.ones(50, dtype=torch.bool)
     coder = coder_of(meta_of(codec, dtype=dtype), layers, kept)
@@ -153,7 +139,6 @@ def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec, dtype):
     st.data(),
 )
 def test_any_rows_any_bits(codec, dtype, kept_rows, data):
-    """Every pattern of bits goes through every codec; the lossless ones give it back."""
     kept = torch.tensor(kept_rows)
     kind = getattr(torch, dtype)
     meta = meta_of(codec, dtype=dtype, hidden_size=3)
@@ -183,13 +168,10 @@ def test_a_codec_takes_the_bytes_that_its_entry_says():
 
 @pytest.mark.parametrize("codec", NAMES)
 def test_a_teacher_is_kept_where_someone_asks_it(tmp_path, codec):
-    """Every place that a loss mask's objective or the walk of `eyas eval` looks at, and their
-    neighbours; zeros elsewhere.
-    """
     samples = [sample_of(number, 41 + number) for number in range(3)]
-    everywhere = features_of(str(tmp_path / "everywhere"), meta_of(codec), samples)
+    everywhere = features_of(tmp_path / "everywhere", meta_of(codec), samples)
     meta = meta_of(codec, teacher="supervised")
-    supervised = features_of(str(tmp_path / "supervised"), meta, samples)
+    supervised = features_of(tmp_path / "supervised", meta, samples)
     sizes = [sum(entry.size for entry in one.entries) for one in (supervised, everywhere)]
     assert sizes[0] < 0.95 * sizes[1]
     for sample, read in zip(samples, supervised, strict=True):
@@ -204,21 +186,15 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path, codec):
 
 @pytest.mark.parametrize("cut_after", [1, 4, 7])
 def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path, monkeypatch, cut_after):
-    """The tables come from the first samples; a run that goes on takes those of the first shard,
-    not of its own first.
-    """
     monkeypatch.setattr(writer_module, "CALIBRATION_TOKENS", 150)
     samples = [sample_of(number, 40) for number in range(11)]
-    whole = features_of(str(tmp_path / "whole"), meta_of("within4"), samples)
-    first = Artifact(str(tmp_path / "cut"))
-    writer = ShardWriter(first, "train", meta_of("within4"), samples_per_shard=3)
-    for sample in samples[:cut_after]:
-        writer.add(sample)
-    again = Artifact(str(tmp_path / "cut"))
-    writer = ShardWriter(again, "train", meta_of("within4"), samples_per_shard=3)
-    for sample in samples:
-        if sample.key not in writer.keys:
-            writer.add(sample)
+    whole = features_of(tmp_path / "whole", meta_of("within4"), samples)
+    for added in (samples[:cut_after], samples):
+        cut = Artifact(str(tmp_path / "cut"))
+        writer = ShardWriter(cut, "train", meta_of("within4"), samples_per_shard=3)
+        for sample in added:
+            if sample.key not in writer.keys:
+                writer.add(sample)
     writer.close()
     for name in ("train.index.json", *(entry.shard for entry in whole.entries)):
         cut = (tmp_path / "cut" / name).read_bytes()
@@ -238,10 +214,8 @@ def test_tables_are_the_same_on_both_sides():
 
 @pytest.mark.parametrize("codec", ["lossless", "within4"])
 def test_bytes_of_another_making_are_an_error(tmp_path, codec):
-    """Right by their checksum and wrong by their codec, as after a change of the format that forgot
-    to say so.
-    """
-    features = features_of(str(tmp_path / "features"), meta_of(codec), [sample_of(0, 30)])
+    """Right by their checksum and wrong by their codec."""
+    features = features_of(tmp_path / "features", meta_of(codec), [sample_of(0, 30)])
     other = meta_of("raw")
     layers, kept = layers_of(sample_of(0, 30), other)
     features.codec = Lying(other.coder().encode(layers, kept), features.codec)
@@ -250,8 +224,6 @@ def test_bytes_of_another_making_are_an_error(tmp_path, codec):
 
 
 class Lying:
-    """A codec that is given other bytes than were read."""
-
     def __init__(self, data: bytes, codec: Any) -> None:
         self._data, self._codec = data, codec
 
@@ -269,7 +241,6 @@ def test_parts_are_found_again(parts):
 
 
 def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau():
-    """To the bit: what is not kept is never looked at."""
     head, vocabulary = wavy_head(), tiny_vocabulary()
     turns = [False] * 4 + [True] * 5 + [False] * 3 + [True] * 4
     samples = made_up_samples([turns, [False, True, True, False, True], [True] * 6])

@@ -1,5 +1,5 @@
-"""The stage `generate`: the target's own words, every turn accounted for, nothing lost or repeated
-on resume.
+"""Stage `generate`: the target's own words, every turn accounted for, nothing repeated on
+resume.
 """
 
 import collections
@@ -101,18 +101,12 @@ def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conver
 
 
 def test_a_row_says_how_it_was_made(target, answered):
-    """What is the same in every run stands in the row, the rest beside it, line by line."""
     rows, origins = list(read_answers(answered)), list(read_origins(answered))
-    for name in answered.parts("answers"):
-        parts = (answered.read_jsonl(one) for one in (name, name.replace("answers", "origins")))
-        of_row, of_origin = (
-            [(row["key"], row["prompt_id"], row["turn"]) for row in part] for part in parts
-        )
-        assert of_row == of_origin
-    assert len(rows) == len(origins)
-    assert {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows} == {
-        (0.0, 1.0, 0, 12, None)
-    }
+    assert [(row.key, row.prompt_id, row.turn) for row in rows] == [
+        (one.key, one.prompt_id, one.turn) for one in origins
+    ]
+    asked = {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows}
+    assert asked == {(0.0, 1.0, 0, 12, None)}
     assert {(one.engine, one.server) for one in origins} == {(f"eyas {VERSION}", None)}
     assert all(one.latency_ms > 0 for one in origins)
     counts = answered.manifest().counts
@@ -156,7 +150,6 @@ def open_question(answered: Artifact) -> str:
 
 
 def test_the_key_is_the_work(target, answered, output):
-    """Two prompts that begin alike have the same first question and different second ones."""
     first = open_question(answered)
     twins = [Prompt("a", "s", "l", (first, "In San Jose?")), Prompt("b", "s", "l", (first, "0123"))]
     run(target, twins, output)
@@ -199,9 +192,7 @@ SAID = "Ask bob@gnu.org, ann@example.com or Ada Lovelace in Paris."
 def test_an_answer_with_what_nobody_told_the_target_is_left_out(
     target, tmp_path, monkeypatch, output
 ):
-    """An echo of the prompt, a reserved address, names and places stay; what came out of nowhere
-    goes, and its later turns.
-    """
+    """Echoes of the prompt, reserved addresses, names and places stay."""
     monkeypatch.setattr(Chat, "decode", lambda chat, ids: SAID)
     prompts = [
         Prompt("told", "s", "l", ("Is BOB@gnu.org right?",)),
@@ -285,7 +276,6 @@ def test_the_manifest_says_which_target_and_which_day(target, answered):
 
 
 def test_a_refused_run_claims_no_folder(target, tmp_path, output):
-    """What the refusal advises changes the identity: the same folder must still be free."""
     prompts = write_prompts(tmp_path / "prompts", PROMPTS[:2])
     with pytest.raises(MissingInputError, match="no server answers"):
         generate(config_of(target, servers=["http://127.0.0.1:9"]), prompts, output)
@@ -294,7 +284,6 @@ def test_a_refused_run_claims_no_folder(target, tmp_path, output):
 
 
 def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(target, output):
-    """By default, and beside others that share the cache."""
     rows = [Prompt("long", "s", "l", ("zq#" * 60,)), *PROMPTS[:6]]
     run(target, rows, output)
     (long,) = rows_by_prompt(output)["long"]

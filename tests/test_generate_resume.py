@@ -1,6 +1,4 @@
-"""Whatever kills `generate`, and wherever: the rows are those of a run that nothing happened to,
-and nothing is asked twice.
-"""
+"""Whatever kills `generate`, the rows are those of a whole run, and nothing is asked twice."""
 
 from __future__ import annotations
 
@@ -67,14 +65,11 @@ def whole(config, prompts, tmp_path_factory) -> tuple[Artifact, float]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; its status can still be asked for."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def kept_turns(folder: Path) -> set[tuple[str, int]]:
-    """The answers that are on disk with those before them, in finished parts and in journals, read
-    without the code that wrote them.
-    """
+    """The answers on disk with those before them, read without the code that wrote them."""
     rows = [
         json.loads(line)
         for path in folder.glob("answers-*.jsonl")
@@ -102,7 +97,7 @@ def asked(monkeypatch, tmp_path) -> Path:
 
 
 def asked_for(log: Path) -> set[tuple[str, int]]:
-    """What was asked for since the last time."""
+    """What was asked for since the last call."""
     ids = [line.rsplit("/", 2) for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)
     assert len({*map(tuple, ids)}) == len(ids), "nothing is asked twice in one process"
@@ -110,7 +105,6 @@ def asked_for(log: Path) -> set[tuple[str, int]]:
 
 
 def test_killed_at_any_moment(config, prompts, whole, asked, tmp_path):
-    """SIGKILL at random: what is on disk is not asked for again, and the end is the same."""
     uninterrupted, seconds = whole
     output, rng = tmp_path / "answers", random.Random(0)
     num_killed, num_kept = 0, 0
@@ -141,8 +135,8 @@ def test_killed_at_any_moment(config, prompts, whole, asked, tmp_path):
 
 @pytest.mark.parametrize("when", ["before", "torn", "after", "part", "work"])
 def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_path, monkeypatch):
-    """Before an answer is written down, half-way through its file, right after it, before a part's
-    last file, and before its journal is deleted.
+    """Before and after an answer's file, half-way through it, before a part's last file, and before
+    its journal is deleted.
     """
     output, write, write_jsonl = tmp_path / "answers", Artifact.write, Artifact.write_jsonl
     count = [0]
@@ -219,7 +213,7 @@ def test_a_damaged_entry_is_asked_for_again_with_what_stood_on_it(
 
 
 def test_what_a_killed_process_left_half_written_is_swept(config, prompts, whole, tmp_path):
-    """The name of the half that it was writing ends with its number, so nobody writes over it."""
+    """Its name ends with the process's number."""
     output = tmp_path / "answers"
     output.mkdir()
     (output / "_IDENTITY.partial-99998").write_bytes(b"half")
@@ -257,8 +251,7 @@ def test_in_an_object_store_too_nothing_is_lost(config, prompts, whole, asked, t
     url = f"memory://{tmp_path}/answers"
     store = fsspec.filesystem("memory")
 
-    class Killed(BaseException):
-        """Not caught anywhere."""
+    class Killed(BaseException): ...
 
     def track(done, total=None, note=""):
         if done >= 20:
@@ -309,7 +302,6 @@ def entry(at: int, turn: int, text: str = "Yes") -> JournalEntry:
     "text", ["Yes", "a\nb\r\nc\u2028d\x85e", '"', "\u65e5\u672c\U0001f600", "\x00\x1f", ""]
 )
 def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(text, tmp_path):
-    """A later turn whose earlier one is lost waits for nothing."""
     parts = AnswerParts(Artifact(str(tmp_path)))
     parts.open(0, 3)
     dropped = JournalEntry(0, dropped=[{"prompt_id": "p0", "turn": 2, "reason": "r", "detail": ""}])

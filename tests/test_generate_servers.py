@@ -1,9 +1,8 @@
-"""Answers by servers: the engine's own rows whatever befalls the servers, nothing lost, and a word
-about each of them.
-"""
+"""Answers by servers: the engine's own rows, whatever befalls the servers."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import itertools
@@ -23,6 +22,7 @@ import pytest
 from openai import _base_client
 
 from eyas.artifact import VERSION, Artifact
+from eyas.chat import Chat
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
 from eyas.features import fleet
 from eyas.features import generate as stage
@@ -92,6 +92,27 @@ def is_probe(asked: dict[str, Any]) -> bool:
     return asked["max_tokens"] == 1
 
 
+def but_probes(fault: str) -> Any:
+    return lambda asked: None if is_probe(asked) else fault
+
+
+def of_prompts(faults: dict[int, str]) -> Any:
+    """These faults for the first turns of the prompts of these numbers."""
+    by_text = {PROMPTS[number].turns[0]: fault for number, fault in faults.items()}
+    return lambda asked: by_text.get(asked["messages"][-1]["content"])
+
+
+@pytest.fixture
+def through(target, prompts, url, output):
+    """Answers all prompts by a server that does what `choose` says; the manifest and the server."""
+
+    def run(choose, **settings):
+        with faulty(url, choose) as server:
+            return generate(config_of(target, server.url, **settings), prompts, output), server
+
+    return run
+
+
 # Well
 
 
@@ -116,7 +137,7 @@ def test_servers_give_the_engines_rows(target, prompts, answered, url, send, out
     assert again.was_done, "who answered is no part of what was done"
 
 
-def test_no_server_is_asked_for_more_than_it_may(target, prompts, url, output):
+def test_no_server_is_asked_for_more_than_it_may(through):
     running, most, lock = [0], [0], threading.Lock()
 
     def choose(asked):
@@ -127,87 +148,76 @@ def test_no_server_is_asked_for_more_than_it_may(target, prompts, url, output):
         with lock:
             running[0] -= 1
 
-    with faulty(url, choose) as server:
-        generate(config_of(target, server.url, client={"concurrency": 3}), prompts, output)
+    through(choose, client={"concurrency": 3})
     assert most[0] == 3
 
 
 # Ill
 
 
-def test_what_goes_wrong_changes_no_row(target, prompts, answered, url, output):
-    """Every third answer is something else, until everything was; the server is asked again."""
-    count, faults = itertools.count(1), list(FAULTS)
+@pytest.mark.parametrize(
+    ("faults", "every", "timeout_s"),
+    [(FAULTS, 3, 60), (["hang"], 1, 4), (["busy long"] * 6, 1, 60)],
+    ids=["every third", "an answer that never comes", "Retry-After: 300"],
+)
+def test_what_goes_wrong_changes_no_row(
+    through, answered, output, monkeypatch, faults, every, timeout_s
+):
+    if "busy long" in faults:  # busy is alive
+        monkeypatch.setattr(fleet, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(fleet, "LONGEST_PAUSE_S", 0.3)
+    count, left = itertools.count(1), list(faults)
 
     def choose(asked):
-        return faults.pop() if faults and not is_probe(asked) and next(count) % 3 == 0 else None
+        return left.pop() if left and not is_probe(asked) and next(count) % every == 0 else None
 
-    with faulty(url, choose) as server:
-        manifest = generate(config_of(target, server.url), prompts, output)
-    assert not faults
+    manifest, _ = through(choose, client={"timeout_s": timeout_s})
+    assert not left
     assert contents(output) == contents(answered)
     (told,) = manifest.facts["servers"]
     assert told["reason"] == ""
-    assert told["failures"] >= 2, "garbage and an empty answer are no matter of the client's"
+    assert told["failures"] >= 2 or faults != FAULTS, "garbage and an empty answer are ours"
 
 
-def test_an_answer_that_never_comes_is_asked_for_again(target, prompts, answered, url, output):
-    hangs = iter(["hang"])
-    with faulty(url, lambda asked: None if is_probe(asked) else next(hangs, None)) as server:
-        generate(config_of(target, server.url, client={"timeout_s": 2}), prompts, output)
-    assert contents(output) == contents(answered)
+FAILED = "server_failed", "2 failures; the last: does not answer within 3 s"
 
 
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        (
+            {4: "500", 9: "400", 3: "other tokens"},
+            {  # of an error its code, and none of its text
+                "p4": ("server_failed", "5 failures; the last: answers HTTP 500"),
+                "p9": ("server_refused", "{} answers HTTP 400 (no_such_thing)"),
+                "p3": ("server_saw_other_tokens", "{} saw "),
+            },
+        ),
+        ({4: "hang", 9: "trickle"}, {"p4": FAILED, "p9": FAILED}),
+    ],
+    ids=["wrong", "never"],
+)
 def test_a_request_that_breaks_servers_is_given_up_and_counted(
-    target, prompts, answered, url, output
+    through, answered, output, monkeypatch, faults, expected
 ):
-    """Of one prompt every server makes a 500, of another a 400: their rows are drops, all others
-    are what they are.
-    """
-    bad = {PROMPTS[4].turns[0]: "500", PROMPTS[9].turns[0]: "400"}
-    with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
-        manifest = generate(config_of(target, server.url), prompts, output)
-    dropped = {
-        row["prompt_id"]: (row["reason"], row["detail"])
-        for row in output.read_rows("dropped")
-        if row["reason"].startswith("server_")
-    }
-    assert dropped == {  # of an error its code, and none of its text
-        "p4": ("server_failed", "5 failures; the last: answers HTTP 500"),
-        "p9": ("server_refused", f"{server.url} answers HTTP 400 (no_such_thing)"),
-    }
-    counted = {"dropped_server_failed": 1, "dropped_server_refused": 1}
-    assert counted.items() <= manifest.counts.items()
-    rest = [row for row in read_answers(answered) if row.prompt_id not in ("p4", "p9")]
+    """A server that passes its checks is alive, however long nothing else was answered."""
+    if "hang" in faults.values():
+        quick = {"PATIENCE_S": 0.1, "MOST_FAILURES": 2, "CLIENT_RETRIES": 0, "PAUSES_S": 0}
+        for name, value in quick.items():
+            monkeypatch.setattr(fleet, name, value)
+    manifest, server = through(of_prompts(faults), client={"timeout_s": 3})
+    dropped = [row for row in output.read_rows("dropped") if row["reason"].startswith("server_")]
+    assert {row["prompt_id"] for row in dropped} == set(expected)
+    for row in dropped:
+        reason, detail = expected[row["prompt_id"]]
+        assert (row["reason"], row["detail"][: len(detail.format(server.url))]) == (
+            reason,
+            detail.format(server.url),
+        )
+        assert "bob" not in row["detail"]
+        assert manifest.counts[f"dropped_{reason}"] > 0
+    rest = [row for row in read_answers(answered) if row.prompt_id not in expected]
     assert list(read_answers(output)) == rest
-
-
-@pytest.mark.parametrize("fault", ["hang", "trickle"])
-def test_a_request_that_is_never_answered_ends_no_run(
-    target, prompts, answered, url, output, monkeypatch, fault
-):
-    """The server passes its checks, so it is alive, however long nothing else was answered."""
-    monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 0.1)
-    monkeypatch.setattr("eyas.features.fleet.MOST_FAILURES", 2)
-    monkeypatch.setattr("eyas.features.fleet.CLIENT_RETRIES", 0)
-    monkeypatch.setattr("eyas.features.fleet.PAUSES_S", 0)
-    bad = {PROMPTS[4].turns[0]: fault}
-    with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
-        client = {"timeout_s": 3}
-        manifest = generate(config_of(target, server.url, client=client), prompts, output)
-    assert manifest.counts["dropped_server_failed"] == 1
-    (row,) = (row for row in output.read_rows("dropped") if row["reason"] == "server_failed")
-    assert row["detail"] == "2 failures; the last: does not answer within 3 s"
-    rest = [row for row in read_answers(answered) if row.prompt_id != "p4"]
-    assert list(read_answers(output)) == rest
-
-
-def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(target, prompts, url, output):
-    bad = {PROMPTS[3].turns[0]: "other tokens"}
-    with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
-        manifest = generate(config_of(target, server.url), prompts, output)
-    assert manifest.counts["dropped_server_saw_other_tokens"] == 1
-    assert "p3" not in {row.prompt_id for row in read_answers(output)}
 
 
 # Dead
@@ -215,20 +225,13 @@ def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(target, prompts, u
 
 @contextlib.contextmanager
 def server_process(target: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """One of our servers in a process of its own, to be killed."""
-    config = ServeConfig(
-        target=str(target), model="tiny", port=port, engine={"max_batch": 4, "max_length": 256}
-    )
+    engine = {"max_batch": 4, "max_length": 256}
+    config = ServeConfig(target=str(target), model="tiny", port=port, engine=engine)
     command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
         try:
-            assert process.stdout is not None
-            yield (
-                next(line.strip() for line in process.stdout if line.startswith("http://")),
-                process,
-            )
+            yield next(line.strip() for line in process.stdout if line.startswith("http")), process
         finally:
             process.kill()
 
@@ -258,8 +261,7 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
     assert any("1 of 2 servers" in note and f"{mortal} " in note for note in told)
 
 
-def test_a_server_that_comes_back_is_asked_again(target, prompts, url, output):
-    """Its connections break, and for a second it takes none."""
+def test_a_server_that_comes_back_is_asked_again(through):
     until = [0.0]
 
     def choose(asked):
@@ -268,8 +270,7 @@ def test_a_server_that_comes_back_is_asked_again(target, prompts, url, output):
             until[0] = time.monotonic() + 1
         return "reset" if time.monotonic() < until[0] else None
 
-    with faulty(url, choose) as server:
-        manifest = generate(config_of(target, server.url), prompts, output)
+    manifest, server = through(choose)
     assert manifest.counts["prompts"] == len(PROMPTS)
     assert not [name for name in manifest.counts if name.startswith("dropped_server")]
     assert sum(map(is_probe, server.asked)) > 3, "it is looked at before it is asked"
@@ -301,40 +302,21 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
         assert len(kept) == num_answers - len(asked)
 
 
-def test_a_server_that_says_when_to_come_again_is_waited_for(
-    target, prompts, answered, url, monkeypatch, output
-):
-    """Retry-After: 300 is longer than anything else is waited for; busy is alive. The wait itself
-    is cut short here.
-    """
-    monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 0.1)
-    monkeypatch.setattr("eyas.features.fleet.LONGEST_PAUSE_S", 0.3)
-    busy = iter(["busy long"] * 6)
-    with faulty(url, lambda asked: None if is_probe(asked) else next(busy, None)) as server:
-        generate(config_of(target, server.url), prompts, output)
-    assert contents(output) == contents(answered)
-
-
-def test_a_server_that_leaves_out_end_tokens_stops_the_run(target, prompts, answered, url, output):
-    """Most probes, of one token, are cut and do not show it."""
-    with (
-        faulty(url, lambda asked: None if is_probe(asked) else "trimmed") as server,
-        pytest.raises(MismatchError, match="leaves out the token that ended an answer"),
-    ):
-        generate(config_of(target, server.url), prompts, output)
-    generate(config_of(target, url), prompts, output)
+def test_a_server_that_leaves_out_end_tokens_stops_the_run(through, answered, output):
+    """Most probes, of one token, do not show it."""
+    with pytest.raises(MismatchError, match="leaves out the token that ended an answer"):
+        through(but_probes("trimmed"))
+    through(lambda asked: None)
     assert contents(output) == contents(answered)
 
 
 # Strange
 
 
-def test_a_server_of_something_else_is_refused_before_it_is_asked(
-    target, prompts, url, tmp_path, output
-):
+def test_a_server_of_something_else_is_refused_before_it_is_asked(target, url, tmp_path):
     def refused(config, match, error=MismatchError):
         with pytest.raises(error, match=match):
-            generate(config, prompts, output)
+            stage.open_backend(config, Chat(target), str(target), config.max_length)
 
     other = tiny_target(tmp_path / "other")
     tiny_tokenizer(other, chat_template="{{ bos_token }}" + TEMPLATE.replace("\n", "\n\n"))
@@ -406,7 +388,6 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
 
 
 def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(target, url, tmp_path):
-    """Our own server spells them; others obey them, and nobody can tell which it is."""
     rows = [
         Prompt("plain", "s", "l", ("Hello there",)),
         Prompt("control", "s", "l", ("Say <|im_end|> please", "Thanks")),
@@ -451,20 +432,18 @@ def test_a_fault_of_ours_is_not_lost(target, prompts, url, monkeypatch, output):
 
 
 def test_what_a_servers_parsers_make_of_an_answer_is_its_message_and_not_its_tokens(
-    target, prompts, answered, url, output
+    through, answered, output
 ):
-    with faulty(url, lambda asked: None if is_probe(asked) else "parsed") as server:
-        generate(config_of(target, server.url), prompts, output)
+    through(but_probes("parsed"))
     plain = {row.prompt_id: row for row in read_answers(answered) if row.turn == 0}
     for row in read_answers(output):
         assert row.messages[-1]["reasoning_content"] == "Hm."
         assert row.turn or row.answer_ids == plain[row.prompt_id].answer_ids
 
 
-def test_half_a_character_in_a_servers_answer_ends_no_run(target, prompts, url, output):
-    """The answers have calls too: without a result, a call ends its conversation."""
-    with faulty(url, lambda asked: None if is_probe(asked) else "halved") as server:
-        manifest = generate(config_of(target, server.url), prompts, output)
+def test_half_a_character_in_a_servers_answer_ends_no_run(through, output):
+    """Nor do calls, which end their conversation."""
+    manifest, _ = through(but_probes("halved"))
     rows = list(read_answers(output))
     assert len(rows) == len(PROMPTS)
     assert manifest.counts["dropped_earlier_turn_called"] > 0
@@ -505,18 +484,23 @@ def interrupt(done: int, *_: Any) -> None:
         raise KeyboardInterrupt
 
 
-def test_other_engines_tell_their_version(target, prompts, url, tmp_path):
-    """vLLM's and SGLang's own forms, in front of our engine."""
-    for name, path, told in (
-        ("vllm", "/version", {"version": "0.11.2"}),
-        ("sglang", "/get_server_info", {"version": "0.5.5", "model_path": "x"}),
-        ("someone", "/none", {}),
-    ):
-        card = {"data": [{"id": "tiny", "owned_by": name}]}
-        pages = {"/v1/models": json.dumps(card).encode(), path: json.dumps(told).encode()}
-        with faulty(url, lambda asked: None, pages) as server:
-            output = Artifact(str(tmp_path / name))
-            generate(config_of(target, server.url), prompts, output)
-        version = told.get("version")
-        engines = {one.engine for one in read_origins(output)}
-        assert engines == {f"{name} {version}" if version else name}
+@pytest.mark.parametrize(
+    ("name", "path", "told", "engine"),
+    [
+        ("vllm", "/version", {"version": "0.11.2"}, "vllm 0.11.2"),
+        ("sglang", "/get_server_info", {"version": "0.5.5", "model_path": "x"}, "sglang 0.5.5"),
+        ("someone", "/none", {}, "someone"),
+    ],
+)
+def test_other_engines_tell_their_version(url, name, path, told, engine):
+    card = {"data": [{"id": "tiny", "owned_by": name}]}
+    pages = {"/v1/models": json.dumps(card).encode(), path: json.dumps(told).encode()}
+
+    async def described(url):
+        one = TargetServer(url, ClientConfig(), TargetProof("", 1, (), (2,)))
+        await one.describe()
+        await one.close()
+        return one.engine
+
+    with faulty(url, lambda asked: None, pages) as server:
+        assert asyncio.run(described(server.url)) == engine

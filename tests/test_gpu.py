@@ -1,6 +1,4 @@
-"""The stages on a GPU by their commands, beside what the same commands give on the CPU:
-`pytest -m gpu`, a minute.
-"""
+"""The stages on a GPU by their commands, beside the CPU: `pytest -m gpu`, a minute."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ FEW_STEPS = ["-s", "stop.max_steps=3", "-s", "batches.tokens=1024"]
 
 
 def eyas(output: Path, *words: str, arm: str = "gpu") -> Artifact:
-    """What a command makes; the "cpu" arm sees no GPU."""
+    """The "cpu" arm sees no GPU."""
     line = [*words, "-o", str(output)]
     with pytest.MonkeyPatch.context() if arm == "cpu" else nullcontext() as patch:
         if patch is not None:
@@ -62,7 +60,7 @@ def answers(folder) -> Artifact:
 
 @pytest.fixture(scope="module")
 def features(folder, answers) -> dict[str, Artifact]:
-    """With the default codec, by transformers on the GPU and by our own decoder on the CPU."""
+    """By transformers on the GPU and by our own decoder on the CPU."""
     words = ["capture", answers.url, "-t", "builtin", "-s", "held_out_share=0.2"]
     return {arm: eyas(folder / f"features {arm}", *words, arm=arm) for arm in ARMS}
 
@@ -78,7 +76,6 @@ def losses(head: Artifact) -> list[float]:
 
 
 def test_features_are_the_cpus_but_for_bfloat16(features):
-    """The median token, as a server's states are held to."""
     there, here = (all_samples(features[arm]) for arm in ARMS)
     assert there.keys() == here.keys()
     held_out = {one.key for one in Features(features["gpu"], "held_out")}
@@ -128,7 +125,7 @@ def made() -> train_step.World:
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_attentions_gradients_are_those_of_the_plain_form(made, window):
-    """FlexAttention and the loop over tiles, both here and in float32; an unroll of every slot."""
+    """FlexAttention and the loop over tiles, in float32."""
     head = copy.deepcopy(made.head)
     head.config = head.config.model_copy(update={"sliding_window": window})
     config = ObjectiveConfig(num_ttt_steps=4, later_steps="all")

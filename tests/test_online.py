@@ -12,15 +12,18 @@ import torch
 
 from eyas.artifact import Artifact
 from eyas.cli import run as cli_run
-from eyas.features.capture import CaptureConfig, capture
+from eyas.errors import MismatchError
+from eyas.features.capture import CaptureConfig, CaptureTask, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineFeatures, OnlineTarget
 from eyas.lineage import lines
 from eyas.model.target import Target
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
+from eyas.train.state import StopConfig
 from eyas.train.trainer import TrainConfig, train
-from tests.stages import ending_target, prompts_of, write_prompts
+from tests.architectures import saved_architecture
+from tests.stages import ending_target, prompts_of, write_answers, write_prompts
 from tests.test_cli import run_eyas
 
 TRAIN = TrainConfig.model_validate(
@@ -41,7 +44,7 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(target, tmp_path_factory) -> Artifact:
-    """To prompts of which half share a long system prompt, so that there are shared prefixes."""
+    """Half of the prompts share a long system prompt."""
     root = tmp_path_factory.mktemp("answers")
     output = Artifact(str(root / "answers"))
     system = "The address is 71 North Street. " * 20
@@ -61,7 +64,7 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def both(request, target, answers, tmp_path_factory) -> tuple[Artifact, OnlineTarget]:
-    """A lossless store and the target at hand, of the same settings."""
+    """A lossless store and the target, of the same settings."""
     config = config_of(target, store_dtype=request.param)
     store = Artifact(str(tmp_path_factory.mktemp("store") / "features"))
     capture(config, answers, store)
@@ -104,16 +107,19 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(both):
     assert "generate" in "\n".join(lines(made))
 
 
-@pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
-    """A store has the target's best tokens: its training makes no product over the vocabulary."""
-    store, at_hand = both
+def test_eyas_train_online_makes_the_stores_head_to_the_bit(target, answers, tmp_path, monkeypatch):
+    config, store = config_of(target), Artifact(str(tmp_path / "store"))
+    capture(config, answers, store)
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     with monkeypatch.context() as patch:
         patch.setattr(TargetVocabulary, "best", lambda *_: pytest.fail("its product is stored"))
         train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
-    source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
-    manifest = train(TRAIN, str(target), source, outputs[1], held_out=held_out)
+    sections = {"capture": config.model_dump(mode="json", exclude={"target"})}
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps(sections | {"train": TRAIN.model_dump(mode="json")}))
+    words = ("train", answers.url, "--online", "-t", target, "-o", outputs[1].url, "-c", run_file)
+    done = run_eyas(*words)
+    assert done.exit_code == 0, done.output
     rows = [
         [{**row, "seconds": 0, "tokens_per_s": 0} for row in output.read_jsonl("metrics.jsonl")]
         for output in outputs
@@ -121,13 +127,34 @@ def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
     assert rows[0] == rows[1]
     assert len(rows[0]) > 3
     assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
-    assert manifest.identity == outputs[0].manifest().identity
+    assert outputs[1].manifest().identity == outputs[0].manifest().identity
+    # a finished head is found without the target
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
+    at_hand = OnlineTarget(config, answers)
+    source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
+    train(TRAIN, str(target), source, Artifact(outputs[1].url), held_out=held_out)
+
+
+def test_online_from_transformers_too(tmp_path_factory, tmp_path):
+    folder = saved_architecture(tmp_path_factory.getbasetemp(), "gpt_neox")
+    said = ["a table for two", "71 North Street", "0123456789", "San Jose, I would like"]
+    dialogues = [(f"Question {at}", f"{said[at % 4]} {at}") for at in range(16)]
+    answers = write_answers(folder, tmp_path / "answers", dialogues)
+    config = CaptureConfig(target=str(folder), batch_tokens=1, codec="lossless")
+    capture(config, answers, store := Artifact(str(tmp_path / "store")))
+    wanted = TRAIN.model_copy(update={"epochs": 1, "stop": StopConfig(measurements=0)})
+    heads = []
+    for source in (Features(store), OnlineTarget(config, answers).features("train")):
+        heads.append(Artifact(str(tmp_path / f"head {len(heads)}")))
+        train(wanted, str(folder), source, heads[-1])
+    assert heads[0].read("model.safetensors") == heads[1].read("model.safetensors")
+    with pytest.raises(MismatchError, match="'gpt_neox' model; eyas' own engine runs") as raised:
+        CaptureTask(CaptureConfig(target=str(folder), decoder="own"), answers)
+    assert "SGLang" in raised.value.hint
 
 
 def test_a_run_that_was_cut_goes_on_online(target, answers, tmp_path):
-    """With batches computed together too: what is computed together does not depend on where a run
-    was cut.
-    """
+    """With batches computed together."""
     config = config_of(target, batch_tokens=4096)
     outputs = [Artifact(str(tmp_path / name)) for name in ("whole", "cut")]
     train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[0])
@@ -160,29 +187,6 @@ def test_what_is_computed_together_is_other_work(target, answers):
         torch.testing.assert_close(
             sample.aux_hidden, by_key[sample.key].aux_hidden, rtol=2e-2, atol=2e-2
         )
-
-
-def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tmp_path):
-    """A finished head is found without it."""
-    output = Artifact(str(tmp_path / "head"))
-    train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
-    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
-    source = OnlineTarget(config_of(target), answers).features("train")
-    train(TRAIN, str(target), source, Artifact(output.url))
-
-
-@pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_from_the_command_line(target, answers, both, tmp_path):
-    """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
-    setting = both[1].config.model_dump(mode="json", exclude={"target"})
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))
-    heads = [tmp_path / "online", tmp_path / "stored"]
-    for source, head, *online in ((answers, heads[0], "--online"), (both[0], heads[1])):
-        done = run_eyas("train", source.url, "-t", target, "-o", head, "-c", run_file, *online)
-        assert done.exit_code == 0, done.output
-    online, stored = ((head / "model.safetensors").read_bytes() for head in heads)
-    assert online == stored
 
 
 def test_a_run_that_is_online_stores_what_is_held_out(target, tmp_path, monkeypatch):

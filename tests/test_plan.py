@@ -48,10 +48,7 @@ from tests.test_cli import run_eyas
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 TRAIN = TrainConfig(
-    head={"draft_vocab_size": 64},
-    objective={"num_ttt_steps": 2},
-    epochs=2,
-    batches={"tokens": 256},
+    head={"draft_vocab_size": 64}, objective={"num_ttt_steps": 2}, epochs=2, batches={"tokens": 256}
 )
 # An earlier answer is marked, so that no turn begins with the tokens of the one before.
 REWRITES = TEMPLATE.replace(
@@ -77,9 +74,7 @@ def work_of(target: Path, output: Path, **changes: Any) -> PlannedRun:
     return PlannedRun(str(target), str(output), generate, captured, TRAIN)
 
 
-def test_what_is_counted_is_what_is_made_or_more(
-    target: Path, prompts: Artifact, tmp_path: Path
-) -> None:
+def test_what_is_counted_is_what_is_made_or_more(target, prompts, tmp_path):
     run = work_of(target, tmp_path)
     plan = plan_run(run, *read_prompts(prompts))
     needs = plan.needs
@@ -106,7 +101,7 @@ def test_what_is_counted_is_what_is_made_or_more(
     assert plan_run(run, *read_prompts(prompts)).room.present == 0, "not this run's"
 
 
-def test_turns_come_after_those_before_them(target: Path) -> None:
+def test_turns_come_after_those_before_them(target):
     chat = Chat(target)
     prompt = Prompt("a", "", "", ("Hi", "In San Jose?", "Thanks"), system="Be brief.")
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -121,7 +116,7 @@ def test_turns_come_after_those_before_them(target: Path) -> None:
     assert turn_lengths(prompt, chat, 100, second + 100) == [first]
 
 
-def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_path: Path) -> None:
+def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_path):
     prompts = [Prompt("a", "", "", ("Hi", "Thanks"))]
     for name, template in (("keeps", TEMPLATE), ("rewrites", REWRITES)):
         tiny_tokenizer(tmp_path / name, chat_template=template)
@@ -139,7 +134,7 @@ def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_pa
     assert (three.answers, three.feature_tokens) == (3 * two.answers, 3 * two.feature_tokens)
 
 
-def test_many_prompts_are_sampled_evenly(target: Path, tmp_path: Path) -> None:
+def test_many_prompts_are_sampled_evenly(target, tmp_path):
     many = write_prompts(tmp_path / "many", prompts_of(2 * SAMPLE_SIZE + 1))
     count, sample = read_prompts(many)
     assert (count, len(sample)) == (2001, 667)
@@ -150,15 +145,13 @@ def test_many_prompts_are_sampled_evenly(target: Path, tmp_path: Path) -> None:
         read_prompts(write_prompts(tmp_path / "none", []))
 
 
-def test_a_stated_length_of_answers_takes_the_place_of_the_longest(
-    target: Path, prompts: Artifact, tmp_path: Path
-) -> None:
+def test_a_stated_length_of_answers_takes_the_place_of_the_longest(target, prompts, tmp_path):
     run = work_of(target, tmp_path)
     short, whole = (plan_run(run, *read_prompts(prompts), tokens).needs for tokens in (5, 500))
     assert (short.answer_tokens, whole.answer_tokens) == (5 * short.answers, 12 * whole.answers)
 
 
-def test_features_of_an_8b_model_take_what_is_published() -> None:
+def test_features_of_an_8b_model_take_what_is_published():
     meta = FeatureMeta(taps=(1, 15, 28), hidden_size=4096, vocab_size=128256, lm_head_sha256="")
     sizes = feature_bytes(Needs(1, 1, 0, 1, 1, 1), meta, 0.0)
     assert sizes["raw"] == 4 * 2 * 4096 + 8
@@ -166,18 +159,13 @@ def test_features_of_an_8b_model_take_what_is_published() -> None:
     assert sizes["within4"] < sizes["lossless"] < sizes["raw"]
 
 
-@pytest.mark.parametrize(
-    "options", [HeadOptions(draft_vocab_size=64), HeadOptions(draft_vocab_size=32)]
-)
-def test_a_heads_parameters_are_counted_without_making_one(
-    target: Path, options: HeadOptions
-) -> None:
-    shape = target_shape(target)
+def test_a_heads_parameters_are_counted_without_making_one(target):
+    shape, options = target_shape(target), HeadOptions(draft_vocab_size=64)
     head = Head(HeadConfig.for_target(shape, options))
     assert head_parameters(shape, options) == sum(weight.numel() for weight in head.parameters())
 
 
-def test_online_stores_what_is_held_out(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+def test_online_stores_what_is_held_out(target, prompts, tmp_path):
     work = work_of(target, tmp_path)
     stored, online = (
         plan_run(dataclasses.replace(work, online=one), *read_prompts(prompts)).room.features
@@ -186,9 +174,7 @@ def test_online_stores_what_is_held_out(target: Path, prompts: Artifact, tmp_pat
     assert online == pytest.approx(work.capture.held_out_share * stored, abs=1)
 
 
-def test_a_target_that_our_engine_does_not_run_is_planned(
-    prompts: Artifact, tmp_path: Path
-) -> None:
+def test_a_target_that_our_engine_does_not_run_is_planned(prompts, tmp_path):
     work = work_of(save_architecture(tmp_path / "neox", "gpt_neox"), tmp_path)
     assert plan_run(work, *read_prompts(prompts)).needs.prompts == 29
 
@@ -215,7 +201,7 @@ def run_file(folder: Path, target: Path, **sections: Any) -> Path:
 
 
 class TestCommand:
-    def test_json_has_all_of_it(self, target: Path, prompts: Artifact, tmp_path: Path) -> None:
+    def test_json_has_all_of_it(self, target, prompts, tmp_path):
         shown = run_eyas("plan", run_file(tmp_path, target), "--prompts", prompts.url, "--json")
         assert shown.exit_code == 0, shown.output
         plan = json.loads(shown.stdout)
@@ -224,7 +210,7 @@ class TestCommand:
         assert plan["bytes_by_codec"].keys() == set(CODECS)
         assert not (tmp_path / "run").exists()
 
-    def test_tables(self, target: Path, tmp_path: Path) -> None:
+    def test_tables(self, target, tmp_path):
         shown = run_eyas(
             "plan", run_file(tmp_path, target), "--num-prompts", 50, "--characters", 90
         )
@@ -233,7 +219,7 @@ class TestCommand:
         assert "600" in shown.stdout, "50 answers of 12 tokens"
         assert "filler prompts of 90 characters" in shown.stdout
 
-    def test_the_sources_of_the_run_file_are_counted(self, target: Path, tmp_path: Path) -> None:
+    def test_the_sources_of_the_run_file_are_counted(self, target, tmp_path):
         path = run_file(tmp_path, target)
         shown = run_eyas("plan", path)
         assert "of all rows of the sources" in shown.stdout
@@ -247,14 +233,21 @@ class TestCommand:
         assert (count, len(sample)) == (1200, SAMPLE_SIZE)
         assert len({prompt.turns for prompt in sample}) == SAMPLE_SIZE
 
-    def test_a_target_that_run_refuses_is_refused(self, tmp_path: Path) -> None:
-        path = run_file(tmp_path, save_architecture(tmp_path / "neox", "gpt_neox"))
+    def test_a_target_that_run_refuses_is_refused(self, tmp_path):
+        neox = save_architecture(tmp_path / "neox", "gpt_neox")
+        path = run_file(tmp_path, neox)
         shown = run_eyas("plan", path)
         assert shown.exit_code == 2
         assert "lossless" in shown.stdout, "the plan is shown all the same: stages may do without"
         assert "answer prompts by a server" in " ".join(shown.stderr.split())
+        for words in (("run", path), ("serve", "-t", neox, "--port", 0)):
+            refused = run_eyas(*words)
+            assert refused.exit_code == 2
+            assert "'gpt_neox' model; eyas' own engine runs Llama" in refused.stderr
+        assert "check says which servers take the head" in refused.stderr
+        assert not (tmp_path / "run").exists()
 
-    def test_too_few_layers_are_refused_at_once(self, tmp_path: Path) -> None:
+    def test_too_few_layers_are_refused_at_once(self, tmp_path):
         short = tiny_target(tmp_path / "short", num_hidden_layers=6)
         prompts = write_prompts(tmp_path / "prompts", prompts_of(2))
         path = run_file(tmp_path, short)
@@ -269,18 +262,14 @@ class TestCommand:
         assert not (tmp_path / "run").exists()
         assert not (tmp_path / "answers").exists()
 
-    def test_without_room_the_exit_code_is_2(
-        self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_room_the_exit_code_is_2(self, target, tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1_000_000))
         shown = run_eyas("plan", run_file(tmp_path, target), "--num-prompts", 100_000)
         assert shown.exit_code == 2
         assert "lossless" in shown.stdout, "the plan is shown all the same"
         assert "1 MB are free" in shown.stderr
 
-    def test_a_run_without_room_answers_nothing(
-        self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_without_room_answers_nothing(self, target, tmp_path, monkeypatch):
         # some prompts are held out: a run with none ends before it answers, whatever the room
         path = run_file(tmp_path, target, capture={"held_out_share": 0.5})
 
@@ -295,7 +284,7 @@ class TestCommand:
         assert isinstance(run_eyas("run", path, "--anyway").exception, RuntimeError)
 
 
-def test_an_object_store_has_no_end() -> None:
+def test_an_object_store_has_no_end():
     refuse_without_room(Room(answers=1, features=10**18, head=1, free=None), "s3://bucket/run")
     refuse_without_room(Room(answers=1, features=10, head=1, free=2, present=10), "out")
     with pytest.raises(StorageFullError):

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.builtin import general_prompts
 from eyas.hub import resolve_head
+from tests.fork_server import fork_server
 from tests.object_stores import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ SIZES = {
 
 
 def commands() -> list[str]:
-    """The lines of the page's blocks, without remarks; what a block shows is no command."""
+    """The lines of the page's blocks, without remarks and output."""
     blocks = re.findall(r"^```\n(.*?)^```", PAGE, re.S | re.M)
     lines = [line.partition(" # ")[0].strip() for block in blocks for line in block.splitlines()]
     known = "eyas|mkdir|zcat|curl" if shutil.which("curl") else "eyas|mkdir|zcat"
@@ -58,24 +58,18 @@ def commands() -> list[str]:
 
 
 class Reader:
-    """One who goes through the page in a folder of a checkout."""
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Path) -> None:
         self.folder = folder
         (folder / "eyas").symlink_to(ROOT / "eyas")
         shutil.copytree(ROOT / "runs", folder / "runs")
-        shim = folder / "bin" / "eyas"
-        shim.parent.mkdir()
-        shim.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{EYAS}' \"$@\"\n")
-        shim.chmod(0o755)
-        self.env = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}"}
+        self.env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
         self.env |= {"EYAS_PRIVACY_KEY": "a key of nobody's, for this test alone"}
         self.head = spoilt(folder / "served")
         self.ports = {"8000": str(free_port()), "8001": str(free_port())}
         self.servers: dict[str, subprocess.Popen[str]] = {}
 
     def here(self, command: str) -> str:
-        """A command of the page at this test's names and sizes."""
+        """A command at this test's names and sizes."""
         line = re.sub(r"(--target )smollm2", r"\1builtin", command)
         line = re.sub(r"(--head |eyas eval |eyas export )smollm2", rf"\1{self.head}", line)
         for port, own in self.ports.items():
@@ -96,7 +90,7 @@ class Reader:
         return done.returncode, done.stdout
 
     def serve(self, line: str) -> None:
-        """Start a server, in place of one at the same port."""
+        """In place of a server at the same port."""
         port = line.split("--port ")[1].split()[0]
         self.stop(port)
         server = subprocess.Popen(
@@ -143,7 +137,7 @@ class Reader:
 
 
 def spoilt(folder: Path) -> Path:
-    """The packaged head with noise on fc: it drafts worse than it could."""
+    """The packaged head with noise on fc."""
     shutil.copytree(resolve_head("builtin"), folder)
     weights = load_file(folder / "model.safetensors")
     fc = weights["fc.weight"].float()
@@ -153,8 +147,14 @@ def spoilt(folder: Path) -> Path:
     return folder
 
 
-def test_every_command_of_the_page_does_what_the_page_says(tmp_path):
-    reader = Reader(tmp_path)
+@pytest.fixture(scope="module")
+def program():
+    with fork_server(EYAS) as found:
+        yield found
+
+
+def test_every_command_of_the_page_does_what_the_page_says(tmp_path, program):
+    reader = Reader(tmp_path, program)
     said: dict[str, list[str]] = {}
     try:
         for command in commands():

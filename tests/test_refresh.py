@@ -109,7 +109,7 @@ def test_the_vertex_pipeline_compiles(tmp_path):
 
 
 def task(folder, name, *places, **programs):
-    """Run a task's script of the pipeline, with these programs in front of others of their name."""
+    """Run a task's script of the pipeline, with these programs first on PATH."""
     text = (ROOT / "deploy/vertex_pipeline.py").read_text()
     (script,) = re.findall(rf'^{name} = """\n(.*?)"""', text, re.S | re.M)
     programs["python"] = f'exec "{sys.executable}" "$@"'
@@ -146,9 +146,6 @@ transport.AuthorizedSession = Session
 
 @pytest.mark.parametrize(("code", "stored"), [(0, True), (3, False)])
 def test_the_pipelines_task_stores_the_evaluation_and_only_a_better_head(tmp_path, code, stored):
-    """Its script, with an `eyas` that ends as one does, and the privacy key as Secret Manager gives
-    it.
-    """
     (tmp_path / "sitecustomize.py").write_text(SECRETS.format(log=tmp_path / "asked"))
     work, secret = tmp_path / "refresh", "projects/p/secrets/key/versions/latest"
     places = [tmp_path / name for name in ("a/evaluation", "a/head")]
@@ -170,7 +167,6 @@ def test_the_pipelines_task_stores_the_evaluation_and_only_a_better_head(tmp_pat
 
 
 def test_an_export_is_laid_out_as_an_endpoint_reads_it(tmp_path):
-    """The target's folder, the head with its card; served from there by Vertex AI's variables."""
     target, export = tiny_target(tmp_path / "model"), tmp_path / "export"
     head_folder(target, export / "sglang")
     figure = {"speculation": "fixed(6,3,12)", "temperature": 0.0, "tau": 2.0, "answers": 9}

@@ -25,6 +25,7 @@ from eyas.serve.server import ServeConfig
 from eyas.settings import validated
 from eyas.train.ranks import in_processes
 from tests.architectures import save_architecture
+from tests.fork_server import fork_server, imported_once
 from tests.tiny import tiny_target
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in")
@@ -61,9 +62,17 @@ def content(folder: Path, target: str = "builtin", **gpus) -> dict:
     }
 
 
-def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
+@pytest.fixture(scope="module")
+def program():
+    with fork_server() as found:
+        yield str(found)
+
+
+def test_all_stages_by_servers_workers_and_ranks(engine, program, tmp_path, capfd, monkeypatch):
     asked = content(tmp_path)
-    done = {name: Artifact(url) for name, url in run(asked).items()}
+    monkeypatch.setenv("EYAS_PROGRAM", program)
+    with imported_once():
+        done = {name: Artifact(url) for name, url in run(asked).items()}
     answers = done["generate"].manifest()
     assert len(answers.facts["servers"]) == 2
     assert answers.config["answered_by"] == "servers, sent messages"
@@ -193,7 +202,10 @@ def test_servers_share_gpus_in_turns(ids, heads, expected, monkeypatch, tmp_path
         assert started == expected
 
 
-def test_a_server_that_ends_shows_its_log_and_one_of_a_killed_run_ends(engine, tmp_path):
+def test_a_server_that_ends_shows_its_log_and_one_of_a_killed_run_ends(
+    engine, program, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("EYAS_PROGRAM", program)
     gpus = GpusConfig(engine="sglang", args="--no-such-flag 1")
     config = ServeConfig(target="builtin")
     with (

@@ -1,6 +1,5 @@
-"""Muon of weights split over ranks is Muon of whole ones, to the bit, which is torch's where it can
-be; every row lies on one rank; what a step keeps of each token; ranks begin as one process does, on
-their share of the cores.
+"""Muon of split weights is Muon of whole ones, to the bit; a step keeps little of each token; ranks
+begin as one process does, on their share of the cores.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from eyas.operators.head import Head
 from eyas.operators.tensors import multiplies_bf16
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.muon import Muon
-from eyas.train.ranks import Ranks
+from eyas.train.ranks import Ranks, threads_of_rank
 from eyas.train.start import fit_to_features
 from eyas.train.step import LossModule
 from tests.object_stores import free_port
@@ -38,7 +38,7 @@ STEPS = 3
 
 
 class Matrices(nn.Module):
-    """Matrices whose gradients are given."""
+    """Their gradients are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,18 @@ class Matrices(nn.Module):
 
 
 def stepped(module: Matrices, optimizer: torch.optim.Optimizer, num_ranks: int) -> None:
-    """STEPS updates, of gradients that sum to the same on any number of ranks."""
+    """STEPS updates; gradients sum to the same on any number of ranks."""
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         given = [waves(*shape, seed=100 * step + at) for at, shape in enumerate(SHAPES)]
         module([one / num_ranks for one in given]).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def forked(work: Callable[..., None], size: int, folder: Path) -> None:
+    args = size, free_port(), str(folder)
+    torch.multiprocessing.start_processes(work, args, size, start_method="fork")
 
 
 def join(rank: int, size: int, port: int) -> None:
@@ -86,8 +91,7 @@ def test_split_matrices_step_as_whole_ones(tmp_path):
     module = Matrices()
     plain = Muon(module.parameters())
     stepped(module, plain, 1)
-    port = free_port()
-    torch.multiprocessing.spawn(rank_of_many, (size, port, str(tmp_path)), size)
+    forked(rank_of_many, size, tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for one in found:
         weights, momenta = one["whole"]
@@ -130,7 +134,6 @@ class Living(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Of the storages that are alive."""
         return sum(size for made, size in self._made.values() if not made.expired())
 
 
@@ -139,7 +142,7 @@ def id_of(tensor: torch.Tensor) -> int:
 
 
 def kept_bytes(args: argparse.Namespace, tokens: int, recompute: bool) -> int:
-    """What a forward over a batch of so many answer tokens keeps for its backward."""
+    """What a forward keeps for its backward."""
     args.tokens = tokens
     made = train_step.world(args, [train_step.sample(args, tokens, 1.0, 0)], "cpu")
     module = LossModule(
@@ -168,7 +171,6 @@ def test_a_step_keeps_little_of_each_token():
 
 
 def fitted(ranks: Ranks) -> Head:
-    """A new head, fitted to the rank's share of five conversations."""
     head, samples = wavy_head(fc_norm=True), made_up_samples([[False] + [True] * 11] * 5)
     fit_to_features(head, ranks.share(samples), ranks)
     return head
@@ -182,9 +184,7 @@ def fitted_rank(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def test_ranks_begin_as_one_process_does(tmp_path):
-    """Without a sum over the ranks each would begin by its own conversations."""
-    port = free_port()
-    torch.multiprocessing.spawn(fitted_rank, (2, port, str(tmp_path)), 2)
+    forked(fitted_rank, 2, tmp_path)
     alone = fitted(Ranks())
     expected = [alone.fc.weight, alone.feature_scale, alone.lm_head.weight]
     of_two = [torch.load(tmp_path / str(rank)) for rank in range(2)]
@@ -193,8 +193,8 @@ def test_ranks_begin_as_one_process_does(tmp_path):
         torch.testing.assert_close(found[0], one, rtol=1e-6, atol=1e-7)
 
 
-def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
-    """torchrun states 1 for each rank where its user stated nothing."""
+def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path, monkeypatch):
+    """torchrun states 1 where its user stated nothing."""
     script = tmp_path / "ranks.py"
     script.write_text(
         "from eyas.train.ranks import joined, threads_of_rank\nimport torch\n"
@@ -204,8 +204,11 @@ def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     share = max(1, cores() // 2)
     env = {name: one for name, one in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for stated, expected in (({}, (share, share)), ({"OMP_NUM_THREADS": "1"}, (None, 1))):
-        done = subprocess.run(
-            [*command, script], env={**env, **stated}, capture_output=True, text=True, check=False
-        )
-        assert done.stdout.count(str([expected] * 2)) == 2, done.stderr
+    done = subprocess.run([*command, script], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.count(str([(share, share)] * 2)) == 2, done.stderr
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for stated, expected in (({}, share), ({"OMP_NUM_THREADS": "1"}, None)):
+        with subprocess.Popen(["sleep", "60"], env={**env, **stated}) as launcher:
+            monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
+            assert threads_of_rank() == expected
+            launcher.kill()

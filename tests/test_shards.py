@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import math
 import os
 import random
@@ -21,6 +20,7 @@ from eyas.errors import CorruptError, InputError, MissingInputError, StorageFull
 from eyas.shards import Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encoded
 from eyas.shards import reader as reader_module
 from eyas.shards import writer as writer_module
+from tests.tiny_features import write_shards
 
 META = FeatureMeta(
     taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16", codec="raw"
@@ -45,15 +45,8 @@ def make_sample(
     )
 
 
-def write(artifact: Artifact, samples: list[Sample], meta: FeatureMeta = META) -> Artifact:
-    artifact.begin("test")
-    for split, kept in (("train", samples), ("held_out", [])):
-        writer = ShardWriter(artifact, split, meta, samples_per_shard=4)
-        for sample in kept:
-            writer.add(sample)
-        writer.close()
-    artifact.finish("capture", {}, {}, {"samples": len(samples)})
-    return Artifact(artifact.url)
+def write(place: object, samples: list[Sample], meta: FeatureMeta = META) -> Artifact:
+    return write_shards(str(place), meta, samples)
 
 
 def assert_same(left: Sample, right: Sample) -> None:
@@ -73,7 +66,7 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
     meta = META.model_copy(update={"dtype": dtype})
     url = str(tmp_path / "features") if store == "file" else f"memory://{uuid.uuid4()}"
     samples = [make_sample(number, dtype=getattr(torch, dtype)) for number in range(11)]
-    features = Features(write(Artifact(url), samples, meta))
+    features = Features(write(url, samples, meta))
     assert features.meta == meta
     assert features.inputs == {"features": Artifact(url).manifest("capture")}
     assert features.lengths == [len(sample.token_ids) for sample in samples]
@@ -88,10 +81,9 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
 
 
 def test_features_of_version_2_are_read_and_know_no_best_tokens(tmp_path, monkeypatch):
-    """Its bytes are those of samples without an argmax."""
     monkeypatch.setattr(writer_module, "FORMAT", 2)
     old = [replace(make_sample(n), argmax=torch.full((1 + n % 7,), -1).int()) for n in range(5)]
-    artifact = write(Artifact(str(tmp_path / "features")), old)
+    artifact = write(tmp_path / "features", old)
     entry, data = Features(artifact).entries[0], artifact.read("train-00000.safetensors")
     labels = np.frombuffer(data[entry.start + 4 * entry.length :], "<i4", entry.length)
     assert labels.tolist() == old[0].loss_mask.int().tolist()
@@ -101,7 +93,7 @@ def test_features_of_version_2_are_read_and_know_no_best_tokens(tmp_path, monkey
 
 
 def test_every_bfloat16_survives_numpy_and_back():
-    """All 65,536 bit patterns: subnormals, both zeros, infinities and every NaN payload."""
+    """Subnormals, both zeros, infinities and every NaN payload."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     meta = META.model_copy(update={"hidden_size": 4})
     length = len(patterns) // (4 * meta.hidden_size)
@@ -121,7 +113,7 @@ def test_every_bfloat16_survives_numpy_and_back():
     st.sampled_from(["bfloat16", "float32"]),
 )
 def test_a_shard_is_an_ordinary_safetensors_file(lengths, hidden, dtype):
-    """Odd lengths and sizes on purpose: the other reader insists on alignment and on no gaps."""
+    """Odd sizes: the other reader insists on alignment without gaps."""
     meta = META.model_copy(update={"hidden_size": hidden, "dtype": dtype})
     artifact = Artifact(f"memory://{uuid.uuid4()}")
     writer = ShardWriter(artifact, "train", meta)
@@ -142,9 +134,7 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths, hidden, dtype):
 
 
 def test_reading_one_sample_asks_for_its_bytes_only(tmp_path, monkeypatch):
-    artifact = write(
-        Artifact(f"memory://{tmp_path.name}"), [make_sample(number) for number in range(6)]
-    )
+    artifact = write(f"memory://{tmp_path.name}", [make_sample(number) for number in range(6)])
     asked = []
     read_range = Artifact.read_range
 
@@ -162,7 +152,7 @@ def test_reading_one_sample_asks_for_its_bytes_only(tmp_path, monkeypatch):
 @given(st.data())
 def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
     url = f"memory://{uuid.uuid4()}"
-    artifact = write(Artifact(url), [make_sample(number) for number in range(6)])
+    artifact = write(url, [make_sample(number) for number in range(6)])
     entry = data.draw(st.sampled_from(Features(artifact).entries))
     size = entry.length * META.bytes_per_token
     at = entry.start + data.draw(st.integers(0, size - 1))
@@ -182,7 +172,7 @@ def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
 
 def test_a_changed_index_is_noticed(tmp_path):
     folder = tmp_path / "features"
-    write(Artifact(str(folder)), [make_sample(0)])
+    write(folder, [make_sample(0)])
     index = folder / "train.index.json"
     index.write_text(index.read_text().replace("sample-0", "sample-1"))
     with pytest.raises(CorruptError, match=r"train\.index\.json"):
@@ -199,52 +189,57 @@ def test_features_want_a_finished_capture(tmp_path):
     artifact.finish("prompts", {}, {}, {})
     with pytest.raises(InputError, match="'prompts', not 'capture'"):
         Features(Artifact(artifact.url))
+    other = Artifact(str(tmp_path / "other"))
+    other.write_json("train.index.json", {"meta": {}, "samples": []})
+    other.finish("capture", {}, {}, {})
+    with pytest.raises(InputError, match="another version"):
+        Features(other)
+
+
+def failing(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def pairs(artifact: Artifact, *numbers: int) -> ShardWriter:
+    """A writer of shards of two samples, to which these were added."""
+    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    for number in numbers:
+        writer.add(make_sample(number))
+    return writer
 
 
 def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
-    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    for number in range(3):
-        writer.add(make_sample(number))
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    writer = pairs(artifact, 0, 1, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(StorageFullError, match="no room left"):
             writer.add(make_sample(3))
     assert artifact.names() == ["train-00000.safetensors"]
-    again = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    assert again.keys == {"sample-0", "sample-1"}
+    assert pairs(artifact).keys == {"sample-0", "sample-1"}
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
 def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path, keep):
-    """A store may show half of an upload; it has no note beside it. What has one was whole and is
-    broken.
-    """
-    artifact = Artifact(str(tmp_path / "features"))
-    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    for number in range(4):
-        writer.add(make_sample(number))
-    name = "train-00001.safetensors"
-    whole, note = artifact.read(name), f"work/{name}.json"
+    """A store may show half of an upload, without a note."""
+    artifact, name = Artifact(str(tmp_path / "features")), "train-00001.safetensors"
+    pairs(artifact, *range(4))
+    whole = artifact.read(name)
     artifact.write(name, whole[:keep])
     with pytest.raises(CorruptError, match=name):
-        ShardWriter(artifact, "train", META, samples_per_shard=2)
-    artifact.delete(note)
-    again = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    assert again.keys == {"sample-0", "sample-1"}
-    again.add(make_sample(2))
-    again.add(make_sample(3))
+        pairs(artifact)
+    artifact.delete(f"work/{name}.json")
+    assert pairs(artifact).keys == {"sample-0", "sample-1"}
+    pairs(artifact, 2, 3)
     assert artifact.read(name) == whole
 
 
 @pytest.mark.parametrize("place", ["{}/features", "memory://{}/features"])
 def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
-    """Not after a minute, as a store that does not answer."""
-    artifact = write(Artifact(place.format(tmp_path)), [make_sample(n) for n in range(4)])
+    artifact = write(place.format(tmp_path), [make_sample(n) for n in range(4)])
     name = next(name for name in artifact.names() if name.endswith(".safetensors"))
     artifact._fs.pipe_file(artifact._path(name), artifact.read(name)[:-40])
     features = Features(Artifact(artifact.url))
@@ -258,7 +253,7 @@ def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
 
 
 def test_bytes_that_came_damaged_once_are_read_again(tmp_path, monkeypatch):
-    artifact = write(Artifact(str(tmp_path / "features")), [make_sample(n) for n in range(2)])
+    artifact = write(tmp_path / "features", [make_sample(n) for n in range(2)])
     features, fresh = Features(artifact), Artifact(artifact.url)
     fresh.manifest()
     calls = []
@@ -284,35 +279,27 @@ def test_bytes_that_came_damaged_once_are_read_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path, monkeypatch, number):
-    def refused(*_, **__):
-        raise OSError(number, os.strerror(number))
-
     artifact = Artifact(str(tmp_path / "features"))
-    monkeypatch.setattr(os, "makedirs", refused)
+    monkeypatch.setattr(os, "makedirs", failing(number))
     for use in (lambda: artifact.write("a", b"b"), lambda: artifact.held_alone().__enter__()):
         with pytest.raises(InputError, match="cannot be read or written"):
             use()
 
 
 def test_a_large_sample_ends_its_shard(tmp_path, monkeypatch):
-    """Memory is bounded by bytes, not by a number of samples."""
     monkeypatch.setattr(writer_module, "SHARD_BYTES", 10 * META.bytes_per_token)
     samples = [make_sample(number, length) for number, length in enumerate((4, 4, 2, 30, 1))]
-    features = Features(write(Artifact(str(tmp_path / "features")), samples))
+    features = Features(write(tmp_path / "features", samples))
     assert [int(entry.shard[6:11]) for entry in features.entries] == [0, 0, 0, 1, 2]
 
 
 def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
-    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    for number in range(4):
-        writer.add(make_sample(number))
+    pairs(artifact, *range(4))
     again = Artifact(artifact.url)
-    resumed = ShardWriter(again, "train", META, samples_per_shard=2)
-    resumed.close()
+    pairs(again).close()
     with monkeypatch.context() as patched:
-        again_read = "a shard is read again"
-        patched.setattr(Artifact, "checksummed", lambda *_: pytest.fail(again_read))
+        patched.setattr(Artifact, "checksummed", lambda *_: pytest.fail("a shard is read again"))
         manifest = again.finish("capture", {}, {}, {})
     for name in ("train-00000.safetensors", "train-00001.safetensors"):
         data = artifact.read_range(name, 0, 1 << 20)
@@ -321,20 +308,12 @@ def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path, 
     assert not (tmp_path / "features" / "work").exists()
 
 
-def test_features_of_another_format_say_so(tmp_path):
-    artifact = Artifact(str(tmp_path / "features"))
-    artifact.write_json("train.index.json", {"meta": {}, "samples": []})
-    artifact.finish("capture", {}, {}, {})
-    with pytest.raises(InputError, match="another version"):
-        Features(artifact)
-
-
 # Streams
 
 
 def test_a_stream_goes_on_at_an_exact_sample(tmp_path):
     samples = [make_sample(number) for number in range(13)]
-    features = Features(write(Artifact(str(tmp_path / "features")), samples))
+    features = Features(write(tmp_path / "features", samples))
     order = random.Random(1).sample(range(13), 13)
     whole = list(features.stream(order))
     for number, sample in zip(order, whole, strict=True):
@@ -346,9 +325,7 @@ def test_a_stream_goes_on_at_an_exact_sample(tmp_path):
 
 
 def test_a_broken_sample_is_an_error_in_its_place(tmp_path):
-    features = Features(
-        write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)])
-    )
+    features = Features(write(tmp_path / "features", [make_sample(number) for number in range(6)]))
     entry = features.entries[3]
     shard = tmp_path / "features" / entry.shard
     data = bytearray(shard.read_bytes())
@@ -361,9 +338,6 @@ def test_a_broken_sample_is_an_error_in_its_place(tmp_path):
 
 
 def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
-    """Results that were not given out yet, those being made and the last one given out: their sizes
-    never exceed it.
-    """
     begun: list[int] = []
     sizes = [30, 40, 90, 5, 5, 5, 300, 50, 50]
 
@@ -380,8 +354,7 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
 
 
 def test_the_index_says_what_the_features_are(tmp_path):
-    artifact = write(Artifact(str(tmp_path / "features")), [make_sample(0)])
-    meta = json.loads(artifact.read("train.index.json"))["meta"]
+    artifact = write(tmp_path / "features", [make_sample(0)])
     said = {"taps": [1, 2, 3], "hidden_size": 5, "vocab_size": 97, "lm_head_sha256": "ab"}
     said |= {"dtype": "bfloat16", "last_hidden": "post_norm", "codec": "raw"}
-    assert meta == said | {"teacher": "everywhere"}
+    assert artifact.read_json("train.index.json")["meta"] == said | {"teacher": "everywhere"}

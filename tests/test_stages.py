@@ -1,5 +1,5 @@
-"""The contract of every stage: a folder is claimed for one work, finished work is not repeated,
-killed work is resumed to the same bytes, and an object store holds the same files.
+"""The contract of every stage: a folder is claimed for one work; done work is not done again;
+killed work resumes to the same bytes; an object store holds the same files.
 
 A new stage is a row of `STAGES`.
 """
@@ -39,7 +39,7 @@ NUM_PROMPTS = 24
 
 @dataclass(frozen=True)
 class Stage:
-    """run: works into an artifact; `change` makes it other work. differs: files with times."""
+    """run: does the work; its `change` makes it other work. differs: files that hold times."""
 
     name: str
     run: Callable[[World, Artifact, int, Track], Manifest]
@@ -128,7 +128,7 @@ def stage(request) -> Stage:
 
 
 def contents(artifact: Artifact, stage: Stage) -> dict[str, str]:
-    """The checksums of files that do not differ; all are checked."""
+    """Checksums by file, of those that do not differ; each is checked."""
     files = artifact.manifest(stage.name).files
     for name in files:
         artifact.read(name)  # raises for another checksum
@@ -137,7 +137,6 @@ def contents(artifact: Artifact, stage: Stage) -> dict[str, str]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file with its time and bytes."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -184,7 +183,7 @@ def writes(world: World, stage: Stage, output: Artifact) -> Iterator[str]:
 
 
 def killed_before_write(world: World, stage: Stage, output: Artifact, number: int) -> None:
-    """Run the stage in a process that is killed (SIGKILL) in place of its write of this number."""
+    """The process is killed in place of its write of this number."""
     left, write = [number], Artifact.write
 
     def write_or_die(self: Artifact, name: str, data: bytes) -> None:
@@ -202,9 +201,11 @@ def killed_before_write(world: World, stage: Stage, output: Artifact, number: in
 
 
 def test_killed_work_is_not_read_as_whole_and_is_resumed_to_the_same_bytes(world, stage, tmp_path):
-    """Killed before the claim, the next write, one in the middle, the manifest, the marker."""
-    whole = getattr(world, stage.name)
-    written = list(writes(world, stage, Artifact(f"{tmp_path}/w")))
+    """Before its first write (the claim), the last (the done marker), and some between."""
+    whole, written = (
+        getattr(world, stage.name),
+        list(writes(world, stage, Artifact(f"{tmp_path}/w"))),
+    )
     assert (written[0], written[-2:]) == (IDENTITY, [MANIFEST, DONE])
     last = len(written) - 1
     for number in sorted({0, 1, last // 2, last - 1, last}):

@@ -1,8 +1,6 @@
-"""The train stage on a tiny target's own answers: it learns, it can be killed, it refuses what it
-must not train on.
+"""The train stage on a tiny target's own answers: it learns, resumes, refuses.
 
-The golden of one training step is tests/goldens/train_step.json, written by `python -m
-tests.test_trainer`.
+`python -m tests.test_trainer` writes the golden of one training step, goldens/train_step.json.
 """
 
 from __future__ import annotations
@@ -106,7 +104,6 @@ def features(made, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(made, features, tmp_path_factory):
-    """The head of CONFIG, trained without interruption."""
     output = Artifact(str(tmp_path_factory.mktemp("whole")))
     run(made[0], features, output)
     return output
@@ -125,7 +122,7 @@ def weights(artifact: Artifact) -> bytes:
 
 
 def learned(artifact: Artifact, *timed: str) -> list[dict]:
-    """The rows of metrics.jsonl but for the clock's: what cut and uncut runs have in common."""
+    """Rows of metrics.jsonl without the clock's."""
     clock = {"seconds", "tokens_per_s"} - set(timed)
     rows = artifact.read_jsonl(METRICS)
     return [{name: row[name] for name in row if name not in clock} for row in rows]
@@ -158,31 +155,13 @@ def test_learns_and_describes_itself(made, features, tmp_path):
 
 
 def test_the_seed_decides(made, features, whole, tmp_path):
-    """That one seed gives one head, test_stages.py holds."""
+    """test_stages.py holds that one seed gives one head."""
     run(made[0], features, tmp_path, seed=1)
     assert weights(Artifact(str(tmp_path))) != weights(whole)
 
 
-def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
-    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
-    uncut, cut = Artifact(str(tmp_path / "uncut")), Artifact(str(tmp_path / "cut"))
-    run(made[0], features, uncut, config=config)
-    # the second run goes on from the checkpoint of the first, and is cut before it makes one
-    for step in (4, 5):
-        with pytest.raises(KeyboardInterrupt):
-            run(made[0], features, cut, interrupt_at(step), config=config)
-        assert cut.exists(CHECKPOINT)
-    run(made[0], features, cut, config=config)
-    assert weights(cut) == weights(uncut)
-    assert learned(cut) == learned(uncut)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_costs_no_step(made, features, whole, tmp_path, number):
-    """A cluster that takes its machine back: the run ends after the step in work, with a checkpoint
-    of it.
-    """
-
     def killed(done, total=None, note=""):
         if done == 4 and total:
             os.kill(os.getpid(), number)
@@ -211,12 +190,13 @@ def test_without_room_for_its_checkpoints_nothing_is_computed(
 
 @pytest.mark.parametrize("begun", ["bfloat16", "float32"])
 def test_a_run_goes_on_in_the_precision_it_began_with(made, features, tmp_path, monkeypatch, begun):
-    """On another machine too. The head is written in bfloat16, unless float32 is asked for."""
+    """On another machine too."""
     asked = run(made[0], features, tmp_path / "asked", dtype=begun)
     monkeypatch.setattr(trainer, "quickest", lambda device: begun)
     cut = Artifact(str(tmp_path / "cut"))
-    with pytest.raises(KeyboardInterrupt):
-        run(made[0], features, cut, interrupt_at(4), dtype="auto")
+    for step in (4, 5):  # the second run goes on from the first's checkpoint, and makes none
+        with pytest.raises(KeyboardInterrupt):
+            run(made[0], features, cut, interrupt_at(step), dtype="auto")
     other = {"bfloat16": "float32", "float32": "bfloat16"}[begun]
     monkeypatch.setattr(trainer, "quickest", lambda device: other)
     manifest = run(made[0], features, cut, dtype="auto")
@@ -228,9 +208,7 @@ def test_a_run_goes_on_in_the_precision_it_began_with(made, features, tmp_path, 
 
 
 def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_path):
-    """Not at a checkpoint. A resume drops what is behind its checkpoint, half a row of a killed
-    process too, and ends with the bytes of a run that was not cut.
-    """
+    """A resume drops what is behind its checkpoint, half a row too."""
     output, seen = Artifact(str(tmp_path / "head")), []
 
     def look(done, total=None, note=""):
@@ -264,7 +242,6 @@ def test_a_run_cut_before_its_first_checkpoint_begins_its_metrics_again(
 
 
 def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, monkeypatch):
-    """It takes whole files, so not one a step: one every so often."""
     monkeypatch.setattr("eyas.train.state.UPLOAD_S", 0.0)
     output, seen = Artifact("memory://metrics-as-they-are-made"), []
 
@@ -301,7 +278,6 @@ def another(folder, **changes):
 
 
 def test_answers_that_are_not_the_targets_are_refused_and_not_resumed(made, tmp_path):
-    """No position's best token is a draft token, so no position carries loss."""
     folder, target, samples = made
     said = {token for one in samples for token in one.token_ids.tolist()}
     unsaid = min(set(range(320)) - said)
@@ -387,7 +363,6 @@ def test_schedule_warms_up_and_falls_to_zero(schedule):
 
 
 def test_run_files_of_earlier_versions_are_read():
-    """Settings that went may stand there at what is done now: old cards name all settings."""
     card = (Path(locate("smollm2")) / "README.md").read_text()
     settings = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])["train"]
     assert settings["batches"].keys() > {"tokens", "packed"}
@@ -418,9 +393,6 @@ def test_batches_pad_little_and_differ_from_pass_to_pass():
 
 
 def golden_step() -> dict[str, object]:
-    """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the
-    weights after it.
-    """
     head, vocabulary = wavy_head(), tiny_vocabulary()
     state = TrainingState(head, optimizers_of(head), "float32")
     wanted = ObjectiveConfig(num_ttt_steps=7, later_steps="all")
@@ -449,7 +421,7 @@ class Reads(TorchFunctionMode):
 
 
 class Waits(TorchDispatchMode):
-    """Raises where an operator would wait for a GPU: its result, or the shape of it, is data."""
+    """Raises where an operator waits for a GPU: its result, or its shape, is data."""
 
     NAMES = "_local_scalar_dense nonzero masked_select unique equal repeat_interleave bincount"
 
@@ -464,9 +436,6 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("later_steps", ["all", "sampled"])
 def test_a_step_waits_for_no_device_and_one_that_is_not_finite_changes_nothing(later_steps):
-    """The plan is made on the CPU, the figures are read behind several steps. The first step makes
-    what is made once.
-    """
     head, vocabulary = wavy_head(fc_norm=True, norm_output=True), tiny_vocabulary()
     state = TrainingState(head, optimizers_of(head, weight_decay=0.1), "bfloat16")
     wanted = ObjectiveConfig(later_steps=later_steps)
@@ -495,7 +464,7 @@ def test_what_waits_is_seen(read):
 
 
 def test_flops_are_those_of_the_products_with_weights():
-    """As torch counts them where there is no padding; `bmm` is attention's."""
+    """As torch counts them without padding; `bmm` is attention's."""
     head, vocabulary, (T, K) = wavy_head(), tiny_vocabulary(), (514, 3)
     batch = made_up_batch([[True] * T])
     batch = replace(batch, argmax_BT=torch.zeros(1, T, dtype=torch.int32))

@@ -1,6 +1,4 @@
-"""Training by several processes: the loss of one, the same bits after a kill, the same order of the
-data on any number of ranks.
-"""
+"""Training by several processes: the loss of one, the same bits after a kill."""
 
 from __future__ import annotations
 
@@ -45,13 +43,13 @@ CONFIG = {
     "batches": {"tokens": 64, "per_step": 2},
     "learning_rate": 3e-3,
     "dtype": "float32",
-    "stop": {"measurements": 4},
+    "stop": {"measurements": 2},
     "checkpoint_every": 2,
 }
 # CONFIG, for a command
 SETTINGS = ["head.draft_vocab_size=64", "objective.num_ttt_steps=3", "epochs=2"]
 SETTINGS += ["batches.tokens=64", "batches.per_step=2", "learning_rate=3e-3", "dtype=float32"]
-SETTINGS += ["stop.measurements=4"]
+SETTINGS += ["stop.measurements=2"]
 TINY = [word for setting in SETTINGS for word in ("-s", setting)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ONE_CORE = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -61,8 +59,6 @@ AGAIN = {**BY_FOUR, "objective": {**CONFIG["objective"], "recompute": True}}  # 
 
 
 class Runs:
-    """Launches, by name of the output folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = tiny_target(folder / "target", num_hidden_layers=8)
@@ -110,12 +106,10 @@ def runs(tmp_path_factory) -> Runs:
     for name, size in (("alone cut", 1), ("two cut", 2)):
         made.add(name, size, (dice.randrange(size), dice.randint(1, 8)))
         made.add(name, size)
-    made.add("moved", 2, (dice.randrange(2), dice.randint(3, 8)))
-    made.add("moved", 1)
     made.add("one by four", 1, config=BY_FOUR)
-    made.add("four", 4, config=AGAIN)
-    made.add("four to two", 4, (dice.randrange(4), dice.randint(3, 6)), config=BY_FOUR)
-    made.add("four to two", 2, config=AGAIN)
+    made.add("fewer", 4, (dice.randrange(4), dice.randint(3, 4)), config=AGAIN)
+    made.add("fewer", 2, (dice.randrange(2), dice.randint(5, 6)), config=BY_FOUR)
+    made.add("fewer", 1, config=AGAIN)
     made.add("one by three", 1, config=BY_THREE)
     made.add("three", 3, config=BY_THREE)
     made.add("three cut", 3, (dice.randrange(3), dice.randint(1, 8)), config=BY_THREE)
@@ -138,9 +132,8 @@ def runs(tmp_path_factory) -> Runs:
 
 
 def assert_like_one(runs: Runs, name: str, one: str = "one", noise: float = 1.0) -> None:
-    """A run has the losses and the weights of `one`; the sums of more ranks have another order, and
-    Muon's iteration in bf16 makes a rounding of the gradient one of 2^-8 of a weight's step. noise:
-    of a step, by that of float32.
+    """Sums of more ranks have another order, and Muon's bf16 iteration turns a rounding into 2^-8
+    of a weight's step. noise: of a step, by that of float32.
     """
     ours, ones = runs.rows(name), runs.rows(one)
     # one step: its gradient is the same up to rounding
@@ -166,13 +159,14 @@ def test_two_processes_give_the_loss_of_one(runs):
     assert runs.output("two").manifest().identity == runs.output("one").manifest().identity
 
 
-@pytest.mark.parametrize("name", ["four", "four to two"])
-def test_four_processes_and_a_resume_by_two_of_them_give_the_loss_of_one(runs, name):
-    about = f"seed {SEED}, codes {runs.codes[name]}"
+def test_four_processes_then_two_then_one_give_the_loss_of_one(runs):
+    about = f"seed {SEED}, codes {runs.codes['fewer']}"
     assert runs.codes["one by four"] == [[0]], about
-    assert set(runs.codes[name][-1]) == {0}, about
-    assert_like_one(runs, name, "one by four")
-    assert seen(str(runs.folder / name)) == seen(str(runs.folder / "one by four")), about
+    assert [len(codes) for codes in runs.codes["fewer"]] == [4, 2, 1], about
+    assert all(-signal.SIGKILL in codes for codes in runs.codes["fewer"][:2]), about
+    assert runs.codes["fewer"][-1] == [0], about
+    assert_like_one(runs, "fewer", "one by four")
+    assert seen(str(runs.folder / "fewer")) == seen(str(runs.folder / "one by four")), about
 
 
 @pytest.mark.parametrize(
@@ -197,15 +191,8 @@ def test_three_processes_meet_the_same_data_in_the_same_steps(runs):
     assert {len(batches) for batches in list(seen(str(runs.folder / "three")).values())[:-1]} == {3}
 
 
-def test_on_another_number_of_processes_the_data_keep_their_order(runs):
-    about = f"seed {SEED}, codes {runs.codes['moved']}"
-    assert runs.codes["moved"][-1] == [0], about
-    assert seen(str(runs.folder / "moved")) == seen(str(runs.folder / "one")), about
-    assert_like_one(runs, "moved")
-
-
 def test_a_rank_that_is_left_when_another_is_killed_says_so(runs):
-    for name in ("moved", "two cut", "three cut"):
+    for name in ("fewer", "two cut", "three cut"):
         for rank, code in enumerate(runs.codes[name][0]):
             if code != -signal.SIGKILL:
                 assert code == 1
@@ -227,20 +214,8 @@ def test_an_error_on_one_rank_stops_all_with_its_message(runs):
     assert [row["step"] for row in runs.rows("spoilt")] == list(range(1, SPOILT_STEP))
 
 
-def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
-    """The command of the README, with a real launcher."""
-    words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "eyas.cli.main", *words]
-    done = subprocess.run([*command, *TINY], cwd=ROOT, capture_output=True, text=True, env=ONE_CORE)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("train     done:") == 1
-    assert (tmp_path / "head" / "model.safetensors").read_bytes() == runs.weights("two")
-
-
 def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
-    """Both commands of docs/several-hosts.md, on this machine: one process each, tiny sizes, and
-    an output folder for each host, of which one stays unused.
-    """
+    """docs/several-hosts.md on this machine, tiny."""
     page = (ROOT / "docs" / "several-hosts.md").read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("torchrun ")]
     assert len(commands) == 2
@@ -256,6 +231,7 @@ def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
         hosts.append(host)
     told = [host.communicate(timeout=PATIENCE_S)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], told
+    assert [text.count("train     done:") for text in told] == [1, 0]
     assert not (tmp_path / "host 1").exists()
     # the page says objective.recompute=true: the same run but for rounding
     (runs.folder / "hosts").symlink_to(tmp_path / "host 0" / "head")
@@ -299,7 +275,7 @@ def test_a_run_of_all_stages_is_work_for_one_process(monkeypatch):
 
 
 def test_features_are_read_by_the_rank_that_needs_them(runs):
-    """Each sample is read once an epoch, by one rank."""
+    """Each sample once an epoch."""
     files = Path(f"{runs.folder}/two.seen").glob("*.jsonl")
     num_batches = sum(len(path.read_text().splitlines()) for path in files)
     assert num_batches == 2 * len(runs.rows("two"))

@@ -71,9 +71,7 @@ def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
 
 @pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}])
 def test_large_channels_are_scaled(options):
-    """One channel is 300 times the others, and at position 0 all are: a step of any size that
-    trains the rest would throw fc out of its place.
-    """
+    """One channel is 300 times the others, and position 0 a thousand times."""
     head, draw = wavy_head(**options), torch.Generator().manual_seed(0)
     initialise(head, tiny_vocabulary(), seed=0)
     width = head.fc.in_features
@@ -115,7 +113,6 @@ def world(tmp_path_factory) -> World:
 
 
 def in_form(head: Artifact, form: str, folder: Path) -> Path:
-    """A copy of a head as others write it."""
     loaded = load_head(head.local_path(""))
     folder.mkdir()
     for name, data in write_head(loaded.config, loaded.state_dict(), form).items():
@@ -124,7 +121,6 @@ def in_form(head: Artifact, form: str, folder: Path) -> Path:
 
 
 def write_frozen(head: Artifact, folder: Path) -> Path:
-    """A copy of a head that says it was trained with its target's lm_head."""
     shutil.copytree(head.local_path(""), folder)
     settings = json.loads((folder / "eyas_head.json").read_text())
     (folder / "eyas_head.json").write_text(json.dumps({**settings, "train_lm_head": False}))
@@ -261,7 +257,6 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
 
 
 def test_the_command_line_names_the_start(world):
-    """The same run as the settings of a run file give."""
     same = world.tune("by file", {"head": world.head.url}, learning_rate=1e-6)
     settings = ["objective.num_ttt_steps=3", "objective.later_steps=all", "epochs=2"]
     settings += ["batches.tokens=256", "learning_rate=1e-6", "dtype=float32"]

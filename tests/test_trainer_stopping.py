@@ -31,7 +31,7 @@ from tests.tiny_features import greedy_answers, samples_of, write_features
 CONFIG = TrainConfig(
     head={"draft_vocab_size": 64},
     objective={"num_ttt_steps": 2},
-    epochs=12,
+    epochs=8,
     batches={"tokens": 64},
     learning_rate=3e-3,
     dtype="float32",
@@ -42,7 +42,6 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target's folder, and features of it with five conversations held out."""
     folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
     target = Target.load(folder)
     samples = samples_of(target, greedy_answers(folder, 14), "sample")
@@ -70,21 +69,25 @@ def test_measurements_are_far_apart_and_the_last_step_is_among_them(num_steps, m
 
 
 def test_tau_is_measured_on_the_way_and_shown(made, tmp_path):
-    notes = []
-    output = run(made, CONFIG, tmp_path, lambda done, total, note: notes.append(note))
-    rows = list(output.read_jsonl(METRICS))
-    measured = [row["step"] for row in rows if "held_out_tau" in row]
-    assert measured == sorted(measured_steps(len(rows), CONFIG.stop))
-    assert output.manifest().facts["held_out"]["start_tau"] >= 1
+    notes, config = [], changed(stop={**CONFIG.stop.model_dump(), "keep": True})
+    output = run(made, config, tmp_path, lambda done, total, note: notes.append(note))
+    rows, facts = list(output.read_jsonl(METRICS)), output.manifest().facts["held_out"]
+    measured = [row for row in rows if "held_out_tau" in row]
+    steps = [row["step"] for row in measured]
+    assert steps == sorted(measured_steps(len(rows), CONFIG.stop))
+    assert facts["start_tau"] >= 1
+    assert facts["samples"] == 5
     assert "tau" not in notes[0]
-    assert all(row["held_out_loss"] > 0 for row in rows if "held_out_tau" in row)
-    assert f"tau {max(row.get('held_out_tau', 0) for row in rows):.2f}" in notes[-1]
-    assert output.manifest().facts["held_out"]["samples"] == 5
-    for row in rows:
-        if "held_out_tau" in row:
-            counts = row["held_out_counts"]
-            assert len(counts["emitted"]) == len(counts["rounds"]) == 5
-            assert sum(counts["emitted"]) / sum(counts["rounds"]) == row["held_out_tau"]
+    assert f"tau {max(row['held_out_tau'] for row in measured):.2f}" in notes[-1]
+    for row in measured:
+        counts = row["held_out_counts"]
+        assert row["held_out_loss"] > 0
+        assert len(counts["emitted"]) == len(counts["rounds"]) == 5
+        assert sum(counts["emitted"]) / sum(counts["rounds"]) == row["held_out_tau"]
+    # every measured head is kept
+    assert sorted(int(path.name) for path in (tmp_path / "measured").iterdir()) == steps
+    for name in ("eyas_head.json", "model.safetensors"):
+        assert output.read(name) == output.read(f"measured/{facts['step']}/{name}")
 
 
 def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, monkeypatch):
@@ -112,8 +115,8 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
 
 
 def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, monkeypatch, caplog):
-    """An existing head; the start of a new one is no head yet, and is only told of."""
-    first = run(made, changed(stop={"measurements": 0}), tmp_path / "first")
+    """An existing head; a new one's start is no head yet."""
+    first = run(made, changed(epochs=1, stop={"measurements": 0}), tmp_path / "first")
     for start, step in ((first.url, 0), (None, 9)):
         taus = iter([1.9, *[1.5] * 20])
         monkeypatch.setattr(trainer, "ratio_of_sums", lambda counts, taus=taus: next(taus))
@@ -127,17 +130,6 @@ def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, mo
         assert "no head of this run is better than its start" in caplog.text
         assert (output.read("model.safetensors") == first.read("model.safetensors")) == bool(start)
         assert len(list(output.read_jsonl(METRICS))) == 9
-
-
-def test_measured_heads_are_kept_if_asked_for(made, tmp_path):
-    stop = {**CONFIG.stop.model_dump(), "keep": True}
-    output = run(made, changed(stop=stop), tmp_path)
-    steps = [row["step"] for row in output.read_jsonl(METRICS) if "held_out_tau" in row]
-    kept = sorted(int(path.name) for path in (tmp_path / "measured").iterdir())
-    assert kept == sorted(steps)
-    best = output.manifest().facts["held_out"]["step"]
-    names = ["eyas_head.json", "model.safetensors"]
-    assert all(output.read(name) == output.read(f"measured/{best}/{name}") for name in names)
 
 
 def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path, monkeypatch):
@@ -163,13 +155,11 @@ def test_a_sample_without_a_round_judges_nothing(made, tmp_path):
     silent = write_features(
         tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])] * 2, "short")
     )
-    output = Artifact(str(tmp_path / "head"))
-    train(CONFIG, folder, Features(features), output, held_out=Features(silent, "held_out"))
+    output, config = Artifact(str(tmp_path / "head")), changed(epochs=2)
+    train(config, folder, Features(features), output, held_out=Features(silent, "held_out"))
     assert output.manifest().facts["held_out"]["step"] == 0
-    run(made, changed(stop={"measurements": 0}), tmp_path / "plain")
-    assert output.read("model.safetensors") == Artifact(str(tmp_path / "plain")).read(
-        "model.safetensors"
-    )
+    plain = run(made, changed(epochs=2, stop={"measurements": 0}), tmp_path / "plain")
+    assert output.read("model.safetensors") == plain.read("model.safetensors")
 
 
 def test_patience_needs_something_to_wait_for(made, tmp_path):
@@ -227,12 +217,16 @@ def test_drift_waits_until_it_is_settled_and_forgives_next_to_nothing():
     assert tiny.has_diverged()
 
 
+@pytest.fixture(scope="module")
+def impatient(made, tmp_path_factory) -> bytes:
+    """The head of a run that no error interrupted."""
+    config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1})
+    return run(made, config, tmp_path_factory.mktemp("whole")).read("model.safetensors")
+
+
 @pytest.mark.parametrize(("at", "read_every"), [(0, 1), (8, 1), (9, 8)])
-def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at, read_every):
-    """A step that cannot be done: the state is that of the step before, whatever checkpoint_every
-    says, and where figures are read behind several steps, as on a GPU. The start is
-    measured once, and waits no shorter for a gain.
-    """
+def test_an_error_keeps_what_was_done(made, impatient, tmp_path, monkeypatch, at, read_every):
+    """Whatever checkpoint_every says, and where figures are read later, as on a GPU."""
     step = trainer.training_step
     config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1})
 
@@ -249,9 +243,7 @@ def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at, read_ever
     steps = []
     output = run(made, config, tmp_path / "cut", lambda done, *_: steps.append(done))
     assert steps[0] == at + 1
-    assert output.read("model.safetensors") == run(made, config, tmp_path / "whole").read(
-        "model.safetensors"
-    )
+    assert output.read("model.safetensors") == impatient
     assert not output.exists(CHECKPOINT)
 
 

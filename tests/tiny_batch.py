@@ -42,9 +42,7 @@ TINY_TARGET = TargetConfig(
 
 
 def waves(*shape: int, seed: int) -> Tensor:
-    """Numbers without order that no version of a random generator changes: sines of far-apart
-    angles, float32.
-    """
+    """Numbers that no version of a random generator changes: sines of far-apart angles, float32."""
     count = torch.Size(shape).numel()
     angles = torch.arange(count, dtype=torch.float64) * 12.9898 + 78.233 * (seed + 1)
     return ((torch.sin(angles) * 43758.5453).frac() * 2).float().view(shape)
@@ -58,21 +56,17 @@ def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
 
 
 def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
-    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary.
-    options: HeadOptions', with plain EAGLE-3's norms by default.
+    """Every weight matters, norms too; draft tokens are spread. options: HeadOptions', with plain
+    EAGLE-3's norms by default.
     """
     options = {**PLAIN_NORMS, **options}
-    head = Head(
-        HeadConfig.for_target(
-            TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)
-        )
-    )
+    wanted = HeadOptions(draft_vocab_size=draft_vocab_size, **options)
+    head = Head(HeadConfig.for_target(TINY_TARGET, wanted))
     with torch.no_grad():
         for number, weight in enumerate(head.parameters()):
             values = waves(*weight.shape, seed=10 + number)
-            weight.copy_(
-                1 + 0.5 * values if weight.ndim == 1 else 2 * values * weight.shape[1] ** -0.5
-            )
+            is_norm = weight.ndim == 1
+            weight.copy_(1 + 0.5 * values if is_norm else 2 * values * weight.shape[1] ** -0.5)
     counts_V = waves(TINY_TARGET.vocab_size, seed=3).mul(100).long()
     head.set_vocabulary(*draft_vocabulary(counts_V, draft_vocab_size))
     return head
@@ -82,24 +76,11 @@ def made_up_samples(masks: Sequence[Sequence[bool]], seed: int = 0) -> list[Samp
     samples = []
     for number, mask in enumerate(masks):
         T, H, at = len(mask), TINY_TARGET.hidden_size, 1000 * seed + 10 * number
-        ids = (
-            waves(T, seed=at + 4)
-            .add(2)
-            .mul(TINY_TARGET.vocab_size / 4)
-            .long()
-            .clamp(0, TINY_TARGET.vocab_size - 1)
-            .int()
-        )
+        ids = waves(T, seed=at + 4).add(2).mul(TINY_TARGET.vocab_size / 4).long()
+        ids = ids.clamp(0, TINY_TARGET.vocab_size - 1).int()
         loss_mask = torch.tensor(list(mask), dtype=torch.bool)
-        samples.append(
-            Sample(
-                f"made-up-{number}",
-                ids,
-                loss_mask,
-                waves(T, 3 * H, seed=at + 5),
-                waves(T, H, seed=at + 6),
-            )
-        )
+        states = waves(T, 3 * H, seed=at + 5), waves(T, H, seed=at + 6)
+        samples.append(Sample(f"made-up-{number}", ids, loss_mask, *states))
     return samples
 
 
@@ -108,15 +89,9 @@ def made_up_batch(masks: Sequence[Sequence[bool]], seed: int = 0) -> Batch:
 
 
 def as_examples(samples: Sequence[Sample]) -> list[Example]:
-    return [
-        Example(
-            s.token_ids.tolist(),
-            s.loss_mask.tolist(),
-            s.aux_hidden.double(),
-            s.last_hidden.double(),
-        )
-        for s in samples
-    ]
+    ids_and_masks = ((s.token_ids.tolist(), s.loss_mask.tolist()) for s in samples)
+    states = ((s.aux_hidden.double(), s.last_hidden.double()) for s in samples)
+    return [Example(*one, *of) for one, of in zip(ids_and_masks, states, strict=True)]
 
 
 def doubled(batch: Batch) -> Batch:
@@ -128,7 +103,6 @@ def doubled(batch: Batch) -> Batch:
 
 
 def write_golden(path: Path, made_by: str, **made: object) -> None:
-    """With more digits than tests compare."""
     text = json.dumps({"made by": made_by, **made})
     kept = json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
     path.write_text(json.dumps(kept).replace("}, ", "},\n") + "\n")  # a case a line

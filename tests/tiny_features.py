@@ -1,6 +1,4 @@
-"""A finished `capture` artifact of a tiny target's own greedy answers, made in memory: no
-templates, no stages before it.
-"""
+"""A finished `capture` artifact of a tiny target's own greedy answers, made in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ Conversation = tuple[list[int], list[int]]  # prompt and answer
 
 
 def greedy_answers(target: Path, count: int, max_tokens: int = 16) -> list[Conversation]:
-    """Prompts of 3 to 9 made-up tokens and the target's own greedy answers, end token or not."""
     generator = torch.Generator().manual_seed(count)
     engine = Engine.load(target)
     prompts = [
@@ -67,12 +64,22 @@ def write_features(
         lm_head_sha256=target.lm_head_sha256,
         dtype="float32",
     )
-    artifact = Artifact(str(folder))
+    return write_shards(str(folder), meta, train, held_out, 50)
+
+
+def write_shards(
+    url: str,
+    meta: FeatureMeta,
+    train: Sequence[Sample],
+    held_out: Sequence[Sample] = (),
+    samples_per_shard: int = 4,
+) -> Artifact:
+    artifact = Artifact(url)
     artifact.begin("made by a test")
     for split, samples in (("train", train), ("held_out", held_out)):
-        writer = ShardWriter(artifact, split, meta)  # type: ignore[arg-type]
+        writer = ShardWriter(artifact, split, meta, samples_per_shard)  # type: ignore[arg-type]
         for sample in samples:
             writer.add(sample)
         writer.close()
-    artifact.finish("capture", {"folder": str(folder)}, {}, {"samples": len(train) + len(held_out)})
-    return artifact
+    artifact.finish("capture", {"folder": url}, {}, {"samples": len(train) + len(held_out)})
+    return Artifact(url)

@@ -2,16 +2,14 @@
 
     python benchmarks/gpu/payload.py --out out/payload --part-mb 60 [--python PYTHON] [--check]
 
-That machine has Python 3.12, torch 2.11 for CUDA 13 and what comes with them. The payload has the
-packages of requirements.txt (pip fetches them) without what a Llama does not need, this checkout,
-and SmolLM2's file, of which bodies are made there. Copy the parts over, at once or one by one:
+That machine has Python 3.12 and torch 2.11 for CUDA 13. The payload has the packages of
+requirements.txt without what a Llama does not need, this checkout, and SmolLM2's file:
 
     G=/scratch bash start.sh keep                  with each part
     G=/scratch bash start.sh benchmarks/gpu/serve.py --body 8b --out OUT --seconds 500
 
---python: a Python 3.12 here with that torch. With nvcc it compiles SGLang's own kernels for Hopper
-(11 s each; else the servers do where nvcc is), and --check lets it start the payload's SGLang
-without a card, as far as `Init torch distributed`.
+--python: a Python 3.12 here with that torch; with nvcc it compiles SGLang's kernels for Hopper (11
+s each). --check starts the payload's SGLang without a card, up to `Init torch distributed`.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ KEPT = {
     "sglang/srt/models": ("__init__", "llama", "llama_eagle3", "registry", "utils"),
     "sglang/srt/multimodal/processors": ("__init__", "base_processor", "transformers_auto"),
 }
-# EAGLE's worker asks whether an attention is one of these classes, whose files want deep_gemm.
-# The sampler imports flashinfer's names and calls none; a stub with every name would be called.
+# EAGLE's worker wants these classes, whose files want deep_gemm; the sampler imports flashinfer's
+# names and calls none, but would call a stub with every name
 CLASS = "class {}:\n    pass\n"
 WRITTEN = {
     "sglang/srt/layers/attention/dsa_backend.py": CLASS.format("DeepseekSparseAttnBackend"),
@@ -76,8 +74,7 @@ cuda.get_device_capability, cuda.get_device_properties = lambda d=None: (9, 0), 
 cuda.get_device_name, cuda.mem_get_info = lambda d=None: "fake", lambda *a: (79 << 30, 80 << 30)
 cuda.set_device = cuda.empty_cache = cuda.synchronize = lambda *a, **k: None
 """
-# imported only after a server's graphs, where a fault costs a start on the machine; and the kernels
-# of SmolLM2's and the bodies' shapes: bytes of a token's keys in a layer, sizes of a head
+# imported late, where a fault costs a start; kernels for bytes of a token's keys, sizes of a head
 LATE = """
 import torch
 import sglang.srt.layers.attention.dsa_backend, sglang.srt.layers.attention.triton_backend
@@ -98,7 +95,6 @@ REACHED = "Init torch distributed"
 
 
 def build(folder: Path) -> None:
-    """Packages and this checkout, in the folder's site/ and eyas/."""
     site = folder / "site"
     words = ["install", "-q", "--no-deps", "--no-compile", "--target", str(site)]
     words += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.12"]
@@ -127,7 +123,6 @@ def build(folder: Path) -> None:
 
 @contextmanager
 def fake_card(folder: Path) -> Iterator[dict[str, str]]:
-    """An environment in which imports see a Hopper card."""
     with tempfile.TemporaryDirectory() as place:
         library = folder / "site/sgl_kernel/sm90/common_ops.abi3.so"
         wanted = subprocess.check_output(["nm", "-D", library], text=True)
@@ -147,7 +142,6 @@ def fake_card(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def check(python: str, env: dict[str, str]) -> None:
-    """Start a server of the test model as far as it goes without a card."""
     flags = START.read_text().partition('FLAGS="')[2].partition('"')[0]
     words = [python, "-m", "sglang.launch_server", "--model-path", *flags.split()]
     words[4:4] = [str(ROOT / "eyas/builtin/target"), "--dtype", "bfloat16"]
@@ -165,7 +159,7 @@ def check(python: str, env: dict[str, str]) -> None:
 
 
 def parts(folder: Path, out: Path, size: int) -> list[Path]:
-    """Code packed by xz, weights as they are (xz gains 7 %), in files of at most `size` bytes."""
+    """Code packed by xz, weights plain (xz gains 7 %), in files of at most `size` bytes."""
     with tarfile.open(folder / "code.tar.xz", "w:xz", preset=3) as code:
         for name in ("site", "eyas", "tvm"):
             if (folder / name).exists():

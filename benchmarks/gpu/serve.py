@@ -6,36 +6,31 @@ without it.
     python benchmarks/gpu/serve.py --engine none --foretold FILE    `eyas eval` alone
     python benchmarks/gpu/serve.py --tiny --engine eyas             on any machine
 
---body is SmolLM2's function in a model of that size (recipes/body.py): real text, real acceptance,
-the price of the real size; rows say so in "target". Some arms' servers run side by side on the
-card, plain decoding among them, and `eyas bench` asks them in turns, block by block. Arms whose
-acceptance is simulated (SGLang, vLLM) give the costs of rounds, tau x TPOT, from which a head's
-card foretells speed. --foretold has what `eyas eval` says of the head on the same prompts of each
-task; where the file is missing it is computed, in minutes on a CPU.
+--body is SmolLM2's function in a model of that size (recipes/body.py): real text and acceptance at
+the real size's price. Some arms' servers, plain decoding among them, share the card, and `eyas
+bench` asks them in turns. Simulated acceptance (SGLang, vLLM) gives the costs of rounds, tau x
+TPOT, for a head's card. --foretold: `eyas eval`'s tau on the same prompts, computed (in minutes on
+a CPU) if the file is missing.
 
-OUT/rows.jsonl grows as rows come; a second call measures what is missing. The last line of stdout
-is one JSON object.
+OUT/rows.jsonl grows; a second call measures what is missing. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import shlex
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EYAS = [sys.executable, "-m", "eyas.cli.main"]
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # of Spec-Bench
 OTHERS = "chat"  # all others, MT-Bench's categories
-SOME, STEPS = (1, 16), 40  # loads that are measured at T = 1 too, and with a trace of some steps
+SOME = (1, 16)  # loads that are measured at T = 1 too
 START_S = 600
 LOADED = "Memory pool end"  # in SGLang's log: weights and cache are on the card
 FLAGS = {
@@ -66,7 +61,7 @@ FLAGS = {
 }
 NO_OVERLAP = {"sglang": "--disable-overlap-schedule", "vllm": "--no-async-scheduling"}
 SHOWN = ("name", "load", "temperature", "task", "tpot_ms", "ttft_ms", "output_tokens_per_s", "tau")
-SHOWN += ("foretold_tau", "speedup", "busy_share")
+SHOWN += ("foretold_tau", "speedup")
 SIZES = ("steps", "topk", "verify")
 Sizes = tuple[int, int, int]  # draft steps, branches, verified tokens with the root
 REAL: tuple[Sizes, ...] = ((5, 4, 16), (5, 4, 8), (3, 1, 4))
@@ -103,7 +98,7 @@ class Unit(NamedTuple):
 
 
 def groups(args: argparse.Namespace) -> list[list[Arm]]:
-    """Arms whose servers run side by side, the baseline first; simulated ones apart."""
+    """Arms that share the card, the baseline first; simulated ones apart."""
     arms, simulated = [Arm(sizes) for sizes in REAL], list[Arm]()
     if args.engine != "eyas":
         arms += [Arm(overlap=False), *(Arm(sizes, overlap=False) for sizes in REAL)]
@@ -118,7 +113,7 @@ def groups(args: argparse.Namespace) -> list[list[Arm]]:
 
 
 def units(args: argparse.Namespace, group: list[Arm]) -> list[Unit]:
-    """What is measured of a group, the most important first."""
+    """The most important first."""
     first = [Unit(load) for load in args.loads]
     if group[0].simulated:
         return first
@@ -167,8 +162,8 @@ def free_port() -> int:
 
 @contextmanager
 def servers(args: argparse.Namespace, group: list[Arm]) -> Iterator[dict[Arm, str]]:
-    """The addresses of a group's servers, without those that did not start. One loads its weights
-    after the other: SGLang takes a share of what is free when it starts.
+    """The addresses of a group's servers that start, one after the other: SGLang takes a share of
+    the memory that is free.
     """
     started: dict[Arm, tuple[subprocess.Popen, str, Path]] = {}
     try:
@@ -196,7 +191,7 @@ def servers(args: argparse.Namespace, group: list[Arm]) -> Iterator[dict[Arm, st
 
 
 def is_up(process: subprocess.Popen, url: str, log: Path, mark: str = "") -> bool:
-    """Waits until the server answers, or its log has the mark; False where it ended."""
+    """Waits for an answer, or the mark in the log; False if the server ended."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
@@ -207,39 +202,17 @@ def is_up(process: subprocess.Popen, url: str, log: Path, mark: str = "") -> boo
     return False
 
 
-class Card:
-    """Samples of nvidia-smi: when, the share of time in which a kernel ran in %, watts."""
-
-    def __init__(self) -> None:
-        self.name, self.samples = "cpu", list[tuple[float, ...]]()
-        if shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "-i", "0", "--format=csv,noheader,nounits"]
-            self.name = subprocess.check_output([*query, "--query-gpu=name"], text=True).strip()
-            query += ["--query-gpu=utilization.gpu,power.draw", "-lms", "100"]
-            process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, args=(process.stdout,), daemon=True).start()
-
-    def _read(self, lines: Any) -> None:
-        for line in lines:
-            self.samples.append((time.monotonic(), *map(float, line.split(","))))
-
-    def mean(self, spans: list[tuple[float, float]]) -> dict[str, float] | None:
-        """Over spans of time, less their first quarter of a second (the driver averages)."""
-        rows = [row for row in self.samples if any(a + 0.25 <= row[0] <= b for a, b in spans)]
-        if not rows:
-            return None
-        _, busy, watts = (statistics.mean(column) for column in zip(*rows, strict=True))
-        return {"share": round(busy / 100, 3), "watts": round(watts)}
-
-
 # The measurement
 
 
 class Measurement:
-    """The rows of OUT/rows.jsonl, those of earlier calls among them."""
+    """The rows of OUT/rows.jsonl, earlier calls' included."""
 
     def __init__(self, args: argparse.Namespace, foretold: dict[str, Any]) -> None:
-        self._args, self._foretold, self._card = args, foretold, Card()
+        self._args, self._foretold, self._card = args, foretold, "cpu"
+        if shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "-i", "0", "--format=csv,noheader", "--query-gpu=name"]
+            self._card = subprocess.check_output(query, text=True).strip()
         self._file = args.out / "rows.jsonl"
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -254,7 +227,7 @@ class Measurement:
 
     def measure(self, group: list[Arm], unit: Unit, urls: dict[Arm, str]) -> None:
         """One call of bench, a row for each arm. Simulated answers go on past their end."""
-        args, key, marks = self._args, self.key(group, unit), [(time.monotonic(), "")]
+        args, key = self._args, self.key(group, unit)
         body = {"ignore_eos": True} if group[0].simulated else {}
         asked = [arm for arm in group if arm in urls and (arm.sizes or not unit.task)]
         if not asked:
@@ -270,24 +243,17 @@ class Measurement:
         }
         shutil.rmtree(args.out / "bench" / key, ignore_errors=True)
         output = Artifact(str(args.out / "bench" / key))
-        bench(
-            BenchConfig.model_validate(config),
-            output,
-            lambda *told: marks.append((time.monotonic(), told[2])),
-        )
+        bench(BenchConfig.model_validate(config), output)
         summary = output.read_json("summary.json")
         comparisons = [one for one in summary["comparisons"] if one["baseline"] == Arm().name]
         by_plain = {one["arm"]: one for one in comparisons}
         for arm, one in zip(asked, summary["results"], strict=True):
-            spans = [
-                (a, b) for (a, _), (b, note) in pairwise(marks) if note.startswith(f"{arm.name},")
-            ]
             tau = self._foretold.get(arm.tree, {}).get(unit.task)
             compared = by_plain.get(arm.name, {})
             row: dict[str, Any] = {
                 "engine": args.engine,
                 "version": summary["servers"][arm.name]["version"],
-                "card": self._card.name,
+                "card": self._card,
                 "target": args.named,
                 "dtype": args.dtype,
                 "arm": arm.sizes and dict(zip(SIZES, arm.sizes, strict=True)),
@@ -297,31 +263,11 @@ class Measurement:
                 **{name: one[name] and one[name]["median"] for name in ("tpot_ms", "ttft_ms")},
                 "output_tokens_per_s": one["throughput_tps"],
                 "foretold_tau": None if arm.simulated else tau,
-                "gpu_busy": self._card.mean(spans),
                 "day": time.strftime("%Y-%m-%d"),
             }
             row |= {name: one[name] for name in ("tau", "num_requests", "num_failed")}
             row |= {name: compared.get(name) for name in ("speedup", "speedup_interval")}
             self.keep(key, arm, row)
-
-    def profile(self, arm: Arm, load: int, url: str) -> None:
-        """SGLang's trace of some steps under a load: the union of kernels' times by their span."""
-        unit, folder = Unit(load, repeat=-1), self._args.out / "profile"
-        if self.has(key := self.key([arm], unit) + "_profile"):
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        body = {"output_dir": str(folder), "num_steps": STEPS, "activities": ["GPU"]}
-        data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
-        request = urllib.request.Request(f"{url}/start_profile", data, kind)
-        late = threading.Timer(1.0, lambda: urllib.request.urlopen(request, timeout=60).close())
-        late.start()
-        self.measure([arm], unit, {arm: url})
-        late.join()
-        time.sleep(5)  # the trace is written behind the answer
-        for file in [*folder.rglob("*.json.gz")][:1]:
-            with gzip.open(file) as text:
-                events = json.load(text)["traceEvents"]
-            self.keep(key, arm, {"load": load, **busy(events)})
 
     def keep(self, key: str, arm: Arm, row: dict[str, Any]) -> None:
         row = {"key": key, "name": arm.name, **row}
@@ -332,23 +278,11 @@ class Measurement:
         print({n: round(v, 3) if isinstance(v, float) else v for n, v in told.items()}, flush=True)
 
 
-def busy(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a torch profile: the share of time in which a kernel ran, by the union of their times."""
-    kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    total, end = 0.0, 0.0
-    for one in sorted(kernels, key=lambda one: float(one["ts"])):
-        stop = one["ts"] + one["dur"]
-        total, end = total + max(0.0, stop - max(one["ts"], end)), max(end, stop)
-    span = end - min((one["ts"] for one in kernels), default=0.0)
-    share = total / span if span else None
-    return {"busy_share": share, "ms": span / 1000, "kernels": len(kernels), "steps": STEPS}
-
-
 # What is measured on
 
 
 def write_prompts(args: argparse.Namespace) -> None:
-    """The prompts as files of bench's: all, those of each task, and these together for eval."""
+    """Files of prompts: all, each task's, and these together for eval."""
     tasks: dict[str, list[Any]] = {name: [] for name in (*TASKS, OTHERS)}
     for one in read_tasks(args.prompts, 10**9, 0):
         if sum(len(turn["content"]) for turn in one.messages) <= args.longest:
@@ -363,7 +297,7 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def foretold(args: argparse.Namespace) -> dict[str, Any]:
-    """tau of each tree by task as `eyas eval` says: read, or computed and written."""
+    """tau of each tree by task: read, or computed and written."""
     if args.foretold is None:
         return {}
     prompts = str(args.out / "prompts-eval.jsonl")
@@ -393,7 +327,6 @@ def foretold(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Target and head in the engine's form; a body is written first."""
     if args.body:
         folder = args.out.parent / f"body-{args.body}"
         recipe = str(ROOT / "recipes" / "body.py")
@@ -461,10 +394,7 @@ def main() -> None:
                         run.measure(group, unit, urls)
                 except EyasError as error:
                     print(f"error: {unit}: {error}", flush=True)
-            traced = run.rows and args.engine == "sglang" and not (args.tiny or group[0].simulated)
-            for arm, load in ((arm, load) for arm in urls for load in SOME if traced):
-                if time.monotonic() < end:
-                    run.profile(arm, load, urls[arm])
+
     print(json.dumps({"rows": len(run.rows), "file": str(args.out / "rows.jsonl"), "tau": told}))
 
 

@@ -3,12 +3,10 @@ of time with a kernel, peak memory. Random weights and features.
 
     python benchmarks/gpu/train.py [--shapes 8b,135m] [--steps 5,7] [--tiny]
 
-Ours, and where they can be imported speculators 0.9 (its defaults, the loop of its train_epoch) and
-SpecForge 0.2 (its strategy and optimizer, no FSDP wrapper), on the same data: 4 documents of 2,048
-tokens, 46 % of them answers. An unroll of 7 steps is at all slots, as the others have it; of other
-lengths ours samples, as by default. Our head is of the plain shape. One trainer after the other,
-medians of --rounds after three steps, in which the others compile. On a CPU these run without
-compiled attention and losses. The last line of stdout is one JSON object.
+Ours, and if installed speculators 0.9 (its defaults, the loop of its train_epoch) and SpecForge 0.2
+(its strategy and optimizer, no FSDP wrapper), on 4 documents of 2,048 tokens, 46 % answers. An
+unroll of 7 steps is at all slots, as the others'; else ours samples. Medians of --rounds after
+three steps. On a CPU nothing is compiled. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -177,7 +175,7 @@ def specforge(args: Namespace, made: Any, steps: int) -> Step:
 
 
 def timed(step: Step, rounds: int) -> dict[str, Any]:
-    """A step's milliseconds and memory, and by the profiler its kernels and their share of time."""
+    """Milliseconds, memory, kernels and their share of time."""
     took, wait = list[float](), torch.cuda.synchronize if ON_GPU else lambda: None
     for number in range(3 + rounds):
         if number == 3 and ON_GPU:

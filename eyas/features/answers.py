@@ -1,14 +1,12 @@
 """The answers of `generate` on disk: parts in the order of the prompts, and a journal of each
 unfinished part.
 
-    answers-00000.jsonl             records.Answer of a part's prompts, in order; written last
-    dropped-00000.jsonl             the turns of the same prompts that have no answer, and why;
-                                    conversation: which of a prompt's
-    origins-00000.jsonl             records.Origin of the same answers, line by line
-    work/part-00000/00012-001.json  an event of a conversation: its place in the part, and a turn
+    answers-00000.jsonl             records.Answer of a part's prompts; written last
+    dropped-00000.jsonl             turns without an answer, and why
+    origins-00000.jsonl             records.Origin of the answers, line by line
+    work/part-00000/00012-001.json  journal: conversation 12 of the part, turn 1
 
-An entry of the journal is a file, written whole or not at all, on disks and in object stores. A
-kill loses only the answers that are being written.
+A journal entry is one file, written whole or not at all: a kill loses only unwritten answers.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ WRITERS = 32  # entries at a time: an object store takes about 50 ms for each
 
 @dataclass(slots=True)
 class JournalEntry:
-    """An event of a conversation: an answer, turns given up, or both. at: the conversation's place
-    in its part.
-    """
+    """An answer, dropped turns, or both. at: the conversation's place in its part."""
 
     at: int
     answer: Answer | None = None
@@ -49,18 +45,15 @@ class JournalEntry:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> JournalEntry:
-        answer, origin = row["answer"], row["origin"]
-        return cls(
-            row["at"],
-            answer and Answer.from_json(answer),
-            origin and Origin.from_json(origin),
-            row["dropped"],
-        )
+        answer = row["answer"] and Answer.from_json(row["answer"])
+        origin = row["origin"] and Origin.from_json(row["origin"])
+        return cls(row["at"], answer, origin, row["dropped"])
 
 
 def hold_to(output: Artifact, computed_by: Mapping[str, str]) -> None:
-    """Note beside the parts of an artifact what computes them: {"here": ..., "servers": ...}, each
-    where it is known. Raises MismatchError where others computed those of an earlier run.
+    """Record what computes an artifact's parts: {"here": ..., "servers": ...}, where known.
+
+    Raises MismatchError if something else computed the parts of an earlier run.
     """
     before = output.read_json(COMPUTED_BY) if output.exists(COMPUTED_BY) else {}
     for where, now in computed_by.items():
@@ -76,24 +69,22 @@ def hold_to(output: Artifact, computed_by: Mapping[str, str]) -> None:
 
 
 class AnswerParts:
-    """The parts of an artifact while they are written."""
-
     def __init__(self, output: Artifact) -> None:
         self._output = output
-        self._kept: dict[str, list[str]] = {}  # names of an earlier process's entries, by folder
+        self._kept: dict[str, list[str]] = {}  # an earlier process's files, by folder
         for name in output.all_names():
             self._kept.setdefault(name.rpartition("/")[0], []).append(name)
         self._entries: dict[int, list[JournalEntry]] = {}
         self._writing: dict[int, list[Future[None]]] = {}
         self._left: dict[int, int] = {}
+        self.num_done = 0  # conversations
         self._writers = ThreadPoolExecutor(WRITERS, "journal")
 
     def is_whole(self, part: int) -> bool:
-        """Whether nothing is left to do for a part."""
         return self._output.exists(f"answers-{part:05d}.jsonl")
 
     def open(self, part: int, num_conversations: int) -> list[JournalEntry]:
-        """Begin a part, or resume it: its entries so far, each turn after those before it."""
+        """Begin or resume a part: its journal so far, in the order of turns."""
         kept: list[JournalEntry] = []
         next_turn: Counter[int] = Counter()
         for name in self._kept.pop(_folder(part), ()):
@@ -103,7 +94,7 @@ class AnswerParts:
                 data = {"journal": f"{self._output.url}/{name}"}
                 log.warning("a damaged entry: its turns are asked for again", extra={"data": data})
                 continue
-            # without those before it where the write of a later turn was faster
+            # a later turn may have been written before an earlier one, which was then lost
             if entry.turn == next_turn[entry.at]:
                 next_turn[entry.at] += (entry.answer is not None) + len(entry.dropped)
                 kept.append(entry)
@@ -112,7 +103,7 @@ class AnswerParts:
         return list(kept)
 
     def add(self, part: int, entry: JournalEntry) -> None:
-        """Keep an event of a conversation. Raises StorageFullError, perhaps for an earlier one."""
+        """Write an entry. Raises StorageFullError, perhaps for an earlier one."""
         if entry.answer is None and not entry.dropped:
             return
         self._entries[part].append(entry)
@@ -123,7 +114,8 @@ class AnswerParts:
             self._writing[part].pop(0).result()
 
     def end(self, part: int) -> None:
-        """A conversation of the part is over; the last one writes the part's files."""
+        """The last conversation's end writes the part's files."""
+        self.num_done += 1
         self._left[part] -= 1
         if self._left[part] == 0:
             del self._left[part]
@@ -136,7 +128,6 @@ class AnswerParts:
             future.result()
 
     def _write(self, part: int, entries: list[JournalEntry]) -> None:
-        """The answers last: their file marks the part as whole."""
         for future in self._writing.pop(part):
             future.result()
         entries.sort(key=lambda entry: (entry.at, entry.turn))
@@ -147,7 +138,7 @@ class AnswerParts:
         if dropped:
             self._output.write_jsonl(f"dropped-{part:05d}.jsonl", dropped)
         self._output.write_jsonl(f"origins-{part:05d}.jsonl", origins)
-        self._output.write_jsonl(f"answers-{part:05d}.jsonl", answers)
+        self._output.write_jsonl(f"answers-{part:05d}.jsonl", answers)  # last: marks it whole
         self._output.delete_work(_folder(part))
 
 

@@ -1,4 +1,4 @@
-"""What answers turns: the engine in this process, or a server of the target."""
+"""Backends of `generate`: the engine in this process, or servers of the target."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request
 from eyas.errors import TemplateError
 from eyas.features.conversation import Sampling, TurnAnswer, TurnRequest
-from eyas.features.fleet import ClientConfig, FleetServer, PromptMismatch
+from eyas.features.fleet import ClientConfig, FleetServer, PromptMismatch, refused_is_unfit
 from eyas.model.library import build
 from eyas.records import Message
 
 ENGINE = f"eyas {VERSION}"
-# The first requests to a server: does it see the tokens that the target's template gives?
+# do servers see the tokens of the target's template?
 PROBES: tuple[tuple[Message, ...], ...] = (
     ({"role": "user", "content": "Name a colour."},),
     (
@@ -35,7 +35,7 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 
 
 class EngineBackend:
-    """The engine in this process. capacity: requests at once that keep it busy."""
+    """capacity: concurrent requests that keep the engine busy."""
 
     def __init__(self, engine: Engine, head: str | None) -> None:
         self.capacity = engine.config.max_batch
@@ -43,7 +43,7 @@ class EngineBackend:
         self._running: dict[str, tuple[float, list[int]]] = {}  # start, tokens
 
     def add(self, request: TurnRequest) -> None:
-        """Raises InputError for what does not fit into the engine."""
+        """Raises InputError for a request that does not fit."""
         self._engine.add(Request(request.id, request.prompt_ids, request.params))
         self._running[request.id] = time.perf_counter(), []
 
@@ -56,31 +56,25 @@ class EngineBackend:
                 if reason := update.finish_reason:
                     del self._running[update.request_id]
                     ms = 1000 * (time.perf_counter() - started)
-                    done.append(
-                        TurnAnswer(update.request_id, tuple(ids), None, reason, ENGINE, None, ms)
-                    )
+                    made = TurnAnswer(update.request_id, tuple(ids), None, reason, ENGINE, None, ms)
+                    done.append(made)
         return done
 
     def status(self) -> str:
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """What computed the answers, and the head, which changes none."""
         return {"engine": ENGINE, "computed_by": self.computed_by()["here"], "head": self._head}
 
     def computed_by(self) -> dict[str, str]:
-        """What the bits of logits depend on beside target and settings."""
         return {"here": f"{ENGINE}, decoder {build()}"}
 
-    def close(self) -> None:
-        """Python releases all."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TargetProof:
-    """What a server must show first: the fingerprint, room for max_length tokens, and our own
-    prompt tokens for each probe. end_ids: the tokens that end an answer.
-    """
+    """What a server must match: fingerprint, room, our prompt tokens of each probe."""
 
     fingerprint: str
     max_length: int
@@ -89,8 +83,6 @@ class TargetProof:
 
 
 class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
-    """A server of the target that answers turns, token by token."""
-
     def __init__(self, url: str, config: ClientConfig, proof: TargetProof) -> None:
         super().__init__(url, config)
         self._sends_tokens, self._proof = config.send == "tokens", proof
@@ -107,13 +99,8 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
             what = f"holds {room} tokens a request, fewer than max_length {proof.max_length}"
             raise RequestFailure("unfit", what)
         for probe in proof.probes:
-            try:
+            with refused_is_unfit("one token"):
                 await self.reply(probe)
-            except RequestFailure as failure:
-                if failure.kind != "refused":
-                    raise
-                what = f"{failure.what}, when asked for one token"
-                raise RequestFailure("unfit", what) from failure
 
     async def reply(self, request: TurnRequest) -> TurnAnswer:
         started, params = time.perf_counter(), request.params
@@ -123,7 +110,7 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
             "temperature": params.temperature,
             "max_tokens": params.max_tokens,
         }
-        if params.temperature > 0:  # and no field without effect: not every server knows it
+        if params.temperature > 0:  # no field without effect: not every server knows it
             body["seed"] = params.seed
             body |= {"top_p": params.top_p} if params.top_p < 1 else {}
             body |= {"top_k": params.top_k} if params.top_k > 0 else {}
@@ -141,7 +128,7 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         )
 
     def _read(self, content: Any, request: TurnRequest) -> tuple[tuple[int, ...], AnswerChoice]:
-        """The answer's tokens, if the server saw our prompt's. Raises RequestFailure."""
+        """The answer's tokens. Raises RequestFailure, also where the server saw another prompt."""
         try:
             body = AnswerBody.model_validate(unbroken(content))
         except (ValidationError, RecursionError) as error:
@@ -165,21 +152,18 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
 
 
 class AnswerMessage(BaseModel):
-    """The `message` of a chat's answer, from the server's parsers."""
-
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
     def parts(self) -> dict[str, Any]:
-        """The message without empty fields."""
         given = self.model_dump(exclude_none=True)
         return {"role": "assistant", "content": "", **{k: v for k, v in given.items() if v}}
 
 
 class AnswerChoice(BaseModel):
-    """The choice of an answer. prompt_token_ids: of a completion, and of SGLang's chats."""
+    """prompt_token_ids: here in completions and in SGLang's chats."""
 
     finish_reason: Literal["stop", "length", "tool_calls"]
     message: AnswerMessage | None = None
@@ -188,14 +172,14 @@ class AnswerChoice(BaseModel):
 
 
 class AnswerBody(BaseModel):
-    """An answer in OpenAI's form. prompt_token_ids: of vLLM's chats."""
+    """prompt_token_ids: here in vLLM's chats."""
 
     choices: list[AnswerChoice] = Field(min_length=1, max_length=1)
     prompt_token_ids: list[int] | None = None
 
 
 def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
-    """The first requests to servers: each way of sampling, and several turns."""
+    """The first requests to servers: every sampling, and several turns."""
     first, *others = PROBES
     asked = [(first, one) for one in samplings] + [(probe, samplings[0]) for probe in others]
     found: list[TurnRequest] = []

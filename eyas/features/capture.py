@@ -1,7 +1,5 @@
-"""Stage `capture`: finished conversations become feature samples: tokens, loss mask, three taps,
-last hidden state.
-
-Tokens and masks are those of the answers' records: no template and no tokenizer is asked.
+"""Stage `capture`: answers become feature samples: tokens, loss mask, three taps, last hidden
+state. Tokens and masks come from the answers' records, without template and tokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
@@ -32,12 +30,7 @@ from eyas.features.answers import hold_to
 from eyas.features.fleet import FleetConfig
 from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, WorkerForward
 from eyas.features.marks import Mark
-from eyas.features.samples import (
-    CapturePlan,
-    SamplePlan,
-    forward_batches,
-    plan_samples,
-)
+from eyas.features.samples import CapturePlan, SamplePlan, forward_batches, plan_samples
 from eyas.features.state_proof import prove_by
 from eyas.features.states import StateFleet, start_commands
 from eyas.hub import PACKAGED, resolve_target
@@ -56,7 +49,7 @@ from eyas.shards.sample import DTYPES
 
 SAMPLES_PER_SHARD = 50
 SPLITS: tuple[Split, ...] = get_args(Split)
-# Where the run takes place: no part of the identity.
+# no part of the identity
 PLACES = {"target", "device_map", "executor", "workers", "servers", "client"}
 EVERY_HOST = (
     "each host loads the target by the name in the settings: give an id of the hub, a URL, or a "
@@ -65,15 +58,10 @@ EVERY_HOST = (
 
 
 class CaptureConfig(Settings):
-    """Settings of the stage.
-
-    `dtype`: "auto" is the checkpoint's own for transformers' decoder and for servers, and for ours
-    as for every stage (`resolve_dtype`). `codec`, `teacher`: see shards.FeatureMeta; held-out
-    samples are stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every
-    sample is computed alone, and its bits depend on nothing beside it. `leave_out`: truncated
-    answers and loops are the target's own words, as a server will have to decode them, and stay.
-    `servers` (vLLM, SGLang: features.states) are proved by transformers on some of the samples, and
-    compute in `dtype`.
+    """`dtype`: "auto" is the checkpoint's for transformers and servers, else `resolve_dtype`.
+    `codec`, `teacher`: see shards.FeatureMeta; held-out samples are always exact. `batch_tokens`:
+    with 1 a sample's bits depend on nothing beside it. Truncated answers and loops stay by default:
+    a server decodes them too.
     """
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
@@ -83,18 +71,14 @@ class CaptureConfig(Settings):
     dtype: Dtype = Field("auto", description="of the computation; auto: the checkpoint's")
     device_map: str | None = Field(None, description="spreads a large target over devices")
     batch_tokens: int = Field(default=4096, ge=1, description="tokens of a forward, with padding")
-    store_dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="of the stored states"
-    )
+    store_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of stored states")
     codec: CodecName = Field("within4", description="of stored states; held-out samples are exact")
     teacher: Literal["everywhere", "supervised"] = Field(
         "everywhere", description="positions that store the target's last state"
     )
-    held_out_share: float = Field(
-        default=0.05, ge=0, lt=1, description="share of samples kept out of training"
-    )
+    held_out_share: float = Field(0.05, ge=0, lt=1, description="share kept out of training")
     leave_out: tuple[Mark, ...] = Field(
-        ("empty", "refused"), description="marks of answers to leave out"
+        ("empty", "refused"), description="marks of dropped answers"
     )
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")
@@ -111,33 +95,26 @@ class CaptureConfig(Settings):
 
     @property
     def has_workers(self) -> bool:
-        """Whether other processes compute."""
         return self.executor == "ray" or self.workers > 1
 
     def decoder_of(self, shape: TargetShape) -> str:
-        """`decoder` without "auto": transformers' where our own does not know the target, and where
-        there is a GPU.
-        """
+        """`decoder` without "auto": transformers' for unknown targets and on GPUs."""
         if self.decoder != "auto":
             return self.decoder
         on_gpu = self.device_map is not None or default_device() != "cpu"
         return "own" if isinstance(shape, TargetConfig) and not on_gpu else "transformers"
 
     def dtype_of(self, shape: TargetShape) -> Dtype:
-        """`dtype` without "auto". Raises MismatchError for "packed" where others than our decoder
-        compute.
-        """
-        if self.servers or self.decoder_of(shape) == "transformers":
-            if self.dtype == "packed":
-                whose = "servers have" if self.servers else "transformers' decoder has"
-                raise MismatchError(
-                    f"{whose} no dtype packed", "take our own decoder: decoder: own, no servers"
-                )
-            return stored_dtype(shape) if self.dtype == "auto" else self.dtype
-        return resolve_dtype(self.dtype, shape)
+        """`dtype` without "auto". Raises MismatchError for "packed" unless our decoder computes."""
+        if not self.servers and self.decoder_of(shape) == "own":
+            return resolve_dtype(self.dtype, shape)
+        if self.dtype == "packed":
+            whose = "servers have" if self.servers else "transformers' decoder has"
+            hint = "take our own decoder: decoder: own, no servers"
+            raise MismatchError(f"{whose} no dtype packed", hint)
+        return stored_dtype(shape) if self.dtype == "auto" else self.dtype
 
     def meta_of(self, shape: TargetShape, lm_head_sha256: str = "") -> FeatureMeta:
-        """What features of this target are of. Raises MismatchError for too few layers."""
         return FeatureMeta(
             taps=shape.default_taps,
             hidden_size=shape.hidden_size,
@@ -150,23 +127,17 @@ class CaptureConfig(Settings):
 
 
 def held_out_meta(meta: FeatureMeta) -> FeatureMeta:
-    """How held-out samples are stored: exactly."""
+    """Held-out samples are stored exactly."""
     return meta if meta.is_exact else meta.model_copy(update={"codec": "lossless"})
 
 
 class CaptureTask:
-    """What is captured from what. settings: the config as it enters an identity, with what "auto"
-    stands for.
-    """
+    """What is captured from what. settings: the config in the identity, without "auto"."""
 
     def __init__(
         self, config: CaptureConfig, answers: Artifact, splits: tuple[Split, ...] = SPLITS
     ) -> None:
-        """splits: those that are stored.
-
-        Raises MismatchError: another target wrote the answers, or the decoder in the settings does
-        not run it.
-        """
+        """Raises MismatchError for another target, or one that the decoder does not run."""
         made, folder = answers.manifest("generate"), resolve_target(config.target)
         if made.config.get("record") != RECORD:
             raise MismatchError(
@@ -181,8 +152,7 @@ class CaptureTask:
                 "one",
             )
         self.config, self.folder, self.answers, self.made = config, folder, answers, made
-        self.splits = splits
-        self.shape = shape_for(config, folder)
+        self.splits, self.shape = splits, shape_for(config, folder)
         self.shape.refuse_few_layers()
         self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
@@ -194,18 +164,16 @@ class CaptureTask:
 
     @cached_property
     def plan(self) -> CapturePlan:
-        """What becomes of the answers. Raises EmptyInputError when none can be used, MismatchError
-        for tokens that the target has not.
-        """
+        """Raises EmptyInputError if no answer can be used, MismatchError for unknown tokens."""
         # servers decode a token behind the sample
         room = self.shape.max_position_embeddings - bool(self.config.servers)
         plan = plan_samples(read_answers(self.answers), room, self.config.leave_out)
         most = max((int(one.token_ids.max()) for one in plan.samples), default=0)
         if most >= self.shape.vocab_size:
-            what = (
-                f"the answers in {self.answers.url} hold token {most}, of {self.shape.vocab_size}"
+            raise MismatchError(
+                f"the answers in {self.answers.url} hold token {most}, of {self.shape.vocab_size}",
+                "run `eyas generate` again, with this target",
             )
-            raise MismatchError(what, "run `eyas generate` again, with this target")
         if not plan.samples:
             reasons = ", ".join(f"{reason} {count}" for reason, count in plan.reasons.items())
             raise EmptyInputError(
@@ -216,7 +184,7 @@ class CaptureTask:
 
     @property
     def batch_tokens(self) -> int:
-        """Of a forward. A server is asked for one sample, which is stored as soon as it comes."""
+        """A server's samples are stored one by one."""
         return 1 if self.config.servers else self.config.batch_tokens
 
     def samples(self, split: Split) -> list[SamplePlan]:
@@ -224,11 +192,11 @@ class CaptureTask:
         return [one for one in self.plan.samples if split_of(one.prompt_id, share) == split]
 
     def batches(self, split: Split) -> list[list[SamplePlan]]:
-        """The forwards of a split: what the other split holds changes no value of this one."""
+        """The forwards of a split; its values do not depend on the other split."""
         return list(forward_batches(self.samples(split), self.batch_tokens))
 
     def counts(self) -> dict[str, int]:
-        """For the manifest: all answers, and samples and tokens of the splits that are stored."""
+        """For the manifest: all answers; samples and tokens of the stored splits."""
         plan = self.plan
         stored = {split: self.samples(split) if split in self.splits else [] for split in SPLITS}
         return {
@@ -241,14 +209,14 @@ class CaptureTask:
 
 
 def shape_for(config: CaptureConfig, folder: str) -> TargetShape:
-    """The target's shape. Raises MismatchError where our decoder is asked for and cannot."""
+    """Raises MismatchError if our decoder is asked for and cannot run the target."""
     return TargetConfig.from_folder(folder) if config.decoder == "own" else target_shape(folder)
 
 
 def open_forward(
     config: CaptureConfig, shape: TargetShape, folder: str, stores: bool = True
 ) -> FeatureForward:
-    """The decoder of the settings with the target loaded. stores: its samples are to be stored."""
+    """Load the decoder. stores: its samples are to be stored."""
     dtype, device = config.dtype_of(shape), "cpu"
     decoder: FeatureDecoder
     if config.decoder_of(shape) == "own":
@@ -264,9 +232,7 @@ def open_forward(
 
 
 def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureForward:
-    """`open_forward` on a host of its own. Raises MissingInputError or MismatchError where the
-    target is not there or is another one, and what loading raises.
-    """
+    """`open_forward` on another host. Raises MissingInputError or MismatchError for the target."""
     try:
         folder = resolve_target(config.target)
     except MissingInputError as error:
@@ -277,9 +243,7 @@ def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureFor
 
 
 def open_workers(task: CaptureTask) -> WorkerForward:
-    """The workers of a task, each with the target. Raises ConfigError where they would share a GPU
-    or Ray is not installed, and what loading raises.
-    """
+    """Raises ConfigError if workers would share a GPU or Ray is not installed."""
     config, settings = task.config, task.settings
     is_local = config.executor == "local"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -288,18 +252,17 @@ def open_workers(task: CaptureTask) -> WorkerForward:
             f"workers: {config.workers} processes would load the target onto {gpus} GPUs",
             f"workers: {gpus}, each with a GPU of its own",
         )
-    name = config.target
-    if name not in PACKAGED and os.path.exists(name):
-        name = os.path.abspath(name)  # a worker may stand in another folder
-    own = {"target": name, "decoder": settings["decoder"], "dtype": settings["dtype"]}
+    own = {name: settings[name] for name in ("decoder", "dtype")}
+    if config.target not in PACKAGED and os.path.exists(config.target):
+        own["target"] = os.path.abspath(config.target)  # a worker may stand in another folder
     load = partial(load_on_worker, config.model_copy(update=own), settings["target_fingerprint"])
     work = ForwardTask(load, config.workers if is_local else 1)
     return WorkerForward(open_executor(config.executor, work, config.workers), config.workers)
 
 
 def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | StateFleet:
-    """What computes the samples of a task: a decoder here, or servers, which are proved first.
-    stores: samples are to be stored; those of servers have no best tokens.
+    """A decoder here, or proved servers. stores: its samples are to be stored; those of servers
+    have no best tokens.
     """
     config, shape = task.config, task.shape
     if not config.servers:
@@ -313,9 +276,7 @@ def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | Sta
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:
-    """The split of all samples of a prompt: a hash of its id alone, so it stays the same when other
-    prompts come or go.
-    """
+    """By a hash of the prompt alone: it stays when other prompts come or go."""
     number = int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
     return "held_out" if number < held_out_share * 2**64 else "train"
 
@@ -327,10 +288,10 @@ def capture(
     track: Track = quiet,
     splits: tuple[Split, ...] = SPLITS,
 ) -> Manifest:
-    """Capture all finished answers of these splits into `output`; resumes on what computes alike.
+    """Capture all answers of these splits into `output`; resumes on what computes alike.
 
     Raises MismatchError (another target wrote the answers, another decoder began), EmptyInputError,
-    StorageFullError, and what loading raises.
+    StorageFullError.
     """
     task = CaptureTask(config, answers, splits)
     inputs = {"answers": task.made}
@@ -348,14 +309,13 @@ def capture(
                 for split, meta in metas.items()
             }
             work = [(writers[split], plans) for split in splits for plans in task.batches(split)]
-            free = output.room()
             needed = sum(
                 len(one) * writer.meta.bytes_per_token
                 for writer, plans in work
                 for one in plans
                 if one.key not in writer.keys
             )
-            if free is not None and needed > free:
+            if (free := output.room()) is not None and needed > free:
                 raise StorageFullError(
                     f"the features need {size_text(needed)} at {output.url}, {size_text(free)} "
                     "are free",
@@ -365,25 +325,27 @@ def capture(
             _capture_missing(source, work, track)
             for writer in writers.values():
                 writer.close()
-            features = {"target": config.target, "features": meta.model_dump(mode="json")}
-            facts = {**features, "computed_by": source.computed_by()["here"], **source.facts()}
+            facts = {
+                "target": config.target,
+                "features": meta.model_dump(mode="json"),
+                "computed_by": source.computed_by()["here"],
+                **source.facts(),
+            }
         return output.finish("capture", task.settings, inputs, task.counts(), facts)
 
 
 def _capture_missing(
     source: SampleSource, work: list[tuple[ShardWriter, list[SamplePlan]]], track: Track
 ) -> None:
-    """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
-    its bits do not depend on where an earlier run was interrupted. A thread encodes beside the next
-    forward.
+    """Compute the samples that no whole shard holds. A batch is computed whole or not at all: its
+    bits do not depend on interruptions. A thread encodes beside the next forward.
     """
-    total = sum(len(plans) for _, plans in work)
     missing = [
         (writer, plans)
         for writer, plans in work
-        if any(one.key not in writer.keys for one in plans)
+        if not writer.keys.issuperset(one.key for one in plans)
     ]
-    done = total - sum(len(plans) for _, plans in missing)
+    total, left = (sum(len(plans) for _, plans in rows) for rows in (work, missing))
     num_tokens, started = 0, time.monotonic()
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
@@ -393,14 +355,12 @@ def _capture_missing(
                 writer.add(sample)
 
     with ThreadPoolExecutor(1, "encode") as pool, closing(source.samples(missing)) as computed:
-        writing: Future[None] | None = None
+        writing = pool.submit(lambda: None)
         for (writer, plans), samples in zip(missing, computed, strict=True):
-            if writing is not None:
-                writing.result()
+            writing.result()
             writing = pool.submit(write, writer, samples)
             num_tokens += sum(map(len, plans))
-            done += len(plans)
+            left -= len(plans)
             speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
-            track(done, total, ", ".join(filter(None, (speed, source.status()))))
-        if writing is not None:
-            writing.result()
+            track(total - left, total, ", ".join(filter(None, (speed, source.status()))))
+        writing.result()

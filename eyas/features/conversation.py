@@ -1,4 +1,4 @@
-"""Conversations and their next turns: from a prompt to a request, from a reply to rows."""
+"""Conversations and their turns: from a prompt to requests, from replies to rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from eyas.privacy.pii import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 from eyas.settings import Settings
 
-# Marks that end a conversation, and the reason why its later turns are dropped. After a refusal
-# users do go on.
+# marks that end a conversation, and the reason of its dropped turns (users go on after a refusal)
 ENDS = {
     "truncated": "earlier_turn_cut",
     "looping": "earlier_turn_marked",
@@ -43,24 +42,22 @@ class Sampling(Settings):
     def _in_range(self) -> Sampling:
         try:
             self.params(1, None)
+            return self
         except InputError as error:
             raise ValueError(f"{error.what}: {error.hint}") from error
-        return self
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """A greedy answer has no other parameters."""
         if self.temperature == 0:
             return SamplingParams(max_tokens=max_tokens)
-        return SamplingParams(
-            self.temperature, self.top_k, self.top_p, seed=seed, max_tokens=max_tokens
-        )
+        share = self.temperature, self.top_k, self.top_p
+        return SamplingParams(*share, seed=seed, max_tokens=max_tokens)
 
 
 def sampling_of(
     prompt: Prompt, samplings: Sequence[Sampling], number: int = 0, of: int = 1
 ) -> Sampling:
-    """The share of a conversation: by a hash of its prompt, and by its number among the `of`
-    conversations of a prompt, which are spread evenly over the shares.
+    """The sampling of a conversation: shares are drawn by a hash of the prompt; the `of`
+    conversations of one prompt spread evenly over them.
     """
     digest = hashlib.sha256(
         repr((prompt.system, prompt.turns)).encode("utf-8", "surrogatepass")
@@ -75,9 +72,7 @@ def sampling_of(
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One assistant turn to write. messages: the conversation so far; prompt_ids: its tokens by the
-    target's template; key: of the answer's row.
-    """
+    """One assistant turn to write: the messages so far, their tokens, and the answer row's key."""
 
     id: str
     messages: tuple[Message, ...]
@@ -88,8 +83,8 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What the target wrote. answer_ids: its tokens, with the end token if it ended its turn.
-    message: from a server's parsers; None without parsers. latency_ms: since the request was added.
+    """answer_ids: with the end token, if any. message: from a server's parsers. latency_ms: since
+    the request was added.
     """
 
     id: str
@@ -103,23 +98,21 @@ class TurnAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """A turn that gets no answer, and why."""
-
     id: str
     reason: Literal["server_refused", "server_failed", "server_saw_other_tokens"]
     detail: str
 
 
 class Conversation:
-    """A prompt and its answered and dropped turns; `take_entry` takes what is not written yet."""
+    """A prompt with its answered and dropped turns."""
 
     def __init__(self, prompt: Prompt, part: int, at: int, number: int = 0) -> None:
-        """part, at: the part, and the place in it. number: which of the prompt's."""
+        """at: the place in the part. number: among the prompt's conversations."""
         self.prompt, self.part, self.at, self.number = prompt, part, at, number
         self.messages: list[Message] = (
             [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
         )
-        self.turn = 0  # the next one, which is the number of those answered
+        self.turn = 0  # the next one
         self._num_dropped = 0
         self._entry = JournalEntry(at)
 
@@ -134,7 +127,7 @@ class Conversation:
         self.turn += 1
 
     def drop_rest(self, reason: str, detail: str = "", later: str | None = None) -> None:
-        """Give up all remaining turns, each as a row. later: the reason for all but the first."""
+        """Drop all remaining turns, a row each. later: the reason for all but the first."""
         for turn in range(self.turn + self._num_dropped, len(self.prompt.turns)):
             where = {"prompt_id": self.prompt.id, "conversation": self.number, "turn": turn}
             self._entry.dropped.append({**where, "reason": reason, "detail": detail})
@@ -148,7 +141,6 @@ class Conversation:
         return entry
 
     def restore(self, entry: JournalEntry) -> None:
-        """Apply an entry that an earlier run wrote."""
         if entry.answer is not None:
             assert (entry.answer.prompt_id, entry.answer.turn) == (self.prompt.id, self.turn)
             self.messages = list(entry.answer.messages)
@@ -158,11 +150,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TurnRules:
-    """How conversations become requests, and answers rows.
+    """How conversations become requests, and replies rows.
 
-    target: the fingerprint, part of each row's key. max_tokens: of an answer; max_length: of prompt
-    and answer together. sends_messages: the backend renders the template, and obeys control tokens
-    in messages.
+    target: fingerprint. max_tokens: of an answer; max_length: with its prompt. sends_messages:
+    servers render the template, so control tokens in messages would act.
     """
 
     chat: Chat
@@ -175,7 +166,7 @@ class TurnRules:
     answers_per_prompt: int
 
     def request(self, conversation: Conversation) -> TurnRequest | None:
-        """The request for the next turn; None when there is none. Drops turns that do not fit."""
+        """The request for the next turn, or None. Drops turns that do not fit."""
         prompt = conversation.prompt
         if conversation.is_over:
             return None
@@ -193,9 +184,8 @@ class TurnRules:
             conversation.drop_rest("control_text", ", ".join(control))
             return None
         if len(prompt_ids) >= self.max_length:
-            conversation.drop_rest(
-                "context_full", f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
-            )
+            detail = f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
+            conversation.drop_rest("context_full", detail)
             return None
         number = conversation.number
         sampling = sampling_of(prompt, self.samplings, number, self.answers_per_prompt)
@@ -212,8 +202,8 @@ class TurnRules:
     def accept(
         self, conversation: Conversation, request: TurnRequest, reply: TurnAnswer | TurnFailure
     ) -> None:
-        """Add the answer as a row, or drop the turn: it has no answer, or one with personal data
-        that was not in its prompt. Ends conversations whose next prompt cannot hold the answer.
+        """Add the answer as a row, or drop the turn: no answer, or personal data that its prompt
+        lacked. Ends conversations whose next prompt cannot hold the answer.
         """
         if isinstance(reply, TurnFailure):
             conversation.drop_rest(reply.reason, reply.detail, later="earlier_turn_dropped")
@@ -267,7 +257,7 @@ class TurnRules:
             )
 
     def _key(self, prompt_ids: Sequence[int], sampling: Sampling, number: int) -> str:
-        """Equal for the same target, prompt tokens, sampling, and conversation of a prompt."""
+        """Equal for the same target, prompt tokens, sampling and conversation number."""
         params = sampling.params(self.max_tokens, None)
         what = (
             self.target,

@@ -1,10 +1,8 @@
-"""Servers (SGLang, vLLM, ours) as one backend: `generate` asks for answers, `capture` for hidden
-states.
+"""Servers (SGLang, vLLM, eyas) as one backend of `generate` and `capture`.
 
-The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection. Then a
-request goes to the least busy server that did not just fail. It is given up where it is refused, or
-fails MOST_FAILURES times at servers that pass their checks. The run ends where no server has
-answered or passed a check for PATIENCE_S. Many servers are better behind a router.
+The `openai` client retries; then a request goes to the least busy other server. It is given up when
+refused, or after MOST_FAILURES at servers that pass their checks. The run ends when no server has
+answered or passed a check for PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ import importlib
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import Field
@@ -26,42 +24,37 @@ from eyas.features.conversation import TurnFailure
 from eyas.settings import Settings
 
 CLIENT_RETRIES = 2  # by the client itself, before another server is asked
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # before a server that failed is asked again
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # after a failure
 WAIT_S = 1.0  # of `wait`, at most
-ONE_PRECISION = "give servers that compute alike: some of their answers would differ"
-POLL_S = 0.1  # to look whether a pause is over
-PATIENCE_S = 300.0  # without any answer: a restart with a large model takes minutes
+POLL_S = 0.1  # while all servers pause
+PATIENCE_S = 300.0  # a restart with a large model takes minutes
 MOST_FAILURES = 5  # of one request, at servers that pass their checks
-PAUSES_S = 120.0  # of the client's own retries together: a busy server says up to 60 s each
-# By the `owned_by` of its model card, where an engine reports its version, and there or on the card
-# its precision: servers that differ in it differ in some answers.
+PAUSES_S = 120.0  # of the client's retries together: a busy server asks for up to 60 s each
+# where an engine (`owned_by` of its model card) reports version and precision
 VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/openapi.json"}
 PRECISION = ("dtype", "quantization", "kv_cache_dtype")
 
 
 class FleetConfig(Settings):
-    """How servers are asked."""
-
     concurrency: int = Field(default=32, ge=1, description="requests at a time, for each server")
     timeout_s: float = Field(default=600.0, gt=0, description="for one request")
     model: str | None = Field(None, description="name in requests; null: the only one served")
 
 
 class ClientConfig(FleetConfig):
-    """How servers are asked for answers. send: `messages` (/v1/chat/completions: the server renders
-    its own template, which must give our tokens, and parses thoughts and calls), or `tokens`
-    (/v1/completions with token ids: the server sees our tokens, whatever they spell).
+    """send: `messages` (/v1/chat/completions: the server renders its own template, which must give
+    our tokens, and parses thoughts and calls), or `tokens` (/v1/completions with token ids: the
+    server sees our tokens, whatever they spell).
     """
 
     send: Literal["messages", "tokens"] = "messages"
 
 
 class FleetRequest(Protocol):
-    """A request, whose reply has the same id."""
+    """Its reply has the same id."""
 
     @property
-    def id(self) -> str:
-        """Any text."""
+    def id(self) -> str: ...
 
 
 RequestT = TypeVar("RequestT", bound=FleetRequest)
@@ -69,25 +62,37 @@ ReplyT = TypeVar("ReplyT")
 
 
 class PromptMismatch(RequestFailure):
-    """The server saw other tokens than the target's template gives."""
+    """The server's template gives other tokens than the target's."""
 
     def __init__(self, theirs: Sequence[int], ours: Sequence[int]) -> None:
         what = f"saw {len(theirs)} prompt tokens where the target's template gives {len(ours)}"
         super().__init__("refused", what + (", or others" if len(theirs) == len(ours) else ""))
 
 
+@contextmanager
+def refused_is_unfit(asked_for: str) -> Iterator[None]:
+    """A server that refuses a request of its check is unfit."""
+    try:
+        yield
+    except RequestFailure as failure:
+        if failure.kind != "refused":
+            raise
+        what = f"{failure.what}, when asked for {asked_for}"
+        raise RequestFailure("unfit", what) from failure
+
+
 class FleetServer(Generic[RequestT, ReplyT]):
     """A server and its state. model and engine are known once `check` has passed."""
 
     def __init__(self, url: str, config: FleetConfig) -> None:
-        """Raises ConfigError for the address or the key, or where `openai` is not installed."""
+        """Raises ConfigError for the address or the key, or without `openai`."""
         self.url, self.config = url, config
         self.model, self.engine = config.model or "", "unknown"
-        self.precision: dict[str, str] = {}  # as it states
+        self.precision: dict[str, str] = {}  # as stated
         self.client = Client(url, config.timeout_s)
         self.num_running = self.num_answers = self.num_failures = 0
         self.not_before = 0.0
-        self.reason = ""  # of the last failure, until it answers
+        self.reason = ""  # of the last failure, until the next answer
         self.is_checked = False
         self._failure = RequestFailure("lost", "was not asked yet")
         self._checking = asyncio.Lock()
@@ -95,8 +100,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
             self._openai: Any = importlib.import_module("openai")
         except ImportError as error:
             raise ConfigError(
-                "servers are asked by the package openai, which is not installed",
-                extra("servers"),
+                "servers are asked by the package openai, which is not installed", extra("servers")
             ) from error
         self._asks = self._openai.AsyncOpenAI(
             base_url=f"{url}/v1",
@@ -111,16 +115,16 @@ class FleetServer(Generic[RequestT, ReplyT]):
         )
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of an answer. path: below /v1, or a whole address. Raises RequestFailure, which
-        holds no part of prompt or answer.
+        """The JSON of an answer. path: below /v1, or an address. Raises RequestFailure, which holds
+        no part of prompt or answer.
         """
         errors = self._openai
-        # the client's limit is for each read: a server that trickles would hold it for ever
+        # the client limits each read alone: a server that trickles would hold it for ever
         longest_s = (1 + CLIENT_RETRIES) * self.config.timeout_s + PAUSES_S
         try:
             async with asyncio.timeout(longest_s):
                 content = await self._asks.post(path, cast_to=object, body=body)
-            # the client reads JSON where the server says that it is
+            # the client parses JSON only by its content type
             return json.loads(content) if isinstance(content, str) else content
         except (errors.APITimeoutError, TimeoutError) as error:
             what = f"does not answer within {self.config.timeout_s:g} s"
@@ -135,7 +139,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
             raise RequestFailure("broken", "answers what is no JSON") from error
 
     async def describe(self) -> dict[str, Any]:
-        """Find the model's card, and the engine's name and version. Raises RequestFailure."""
+        """The model's card; sets model, engine and precision. Raises RequestFailure."""
         wanted, cards = self.config.model, await self.client.cards()
         found = [card for card in cards if wanted in (None, card["id"])]
         if len(found) != 1:
@@ -143,24 +147,21 @@ class FleetServer(Generic[RequestT, ReplyT]):
             several = f"serves {len(cards)} models ({names}): name one as client.model"
             what = f"does not serve {wanted}, only {names}" if wanted else several
             raise RequestFailure("unfit", what)
-        card = found[0]
+        (card,) = found
         owner = str(card.get("owned_by", ""))
-        version: Any = None
-        facts: Any = {}
+        version, facts = None, {}
         if owner in VERSION_PATHS:
             with suppress(ValueError, AttributeError, RecursionError):
                 facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
                 version = facts.get("info", facts).get("version")
-        # on its card or among its facts; the file's name for a quantised one
-        places = [one for one in (facts, card.get("eyas")) if isinstance(one, dict)]
         self.precision = {
             name: place[name][:80]
-            for place in places
+            for place in (facts, card.get("eyas"))
             for name in PRECISION
-            if isinstance(place.get(name), str)
+            if isinstance(place, dict) and isinstance(place.get(name), str)
         }
         root = card.get("root")
-        if isinstance(root, str) and root.endswith(".gguf"):
+        if isinstance(root, str) and root.endswith(".gguf"):  # its name says how it is quantised
             self.precision["file"] = root.rsplit("/", 1)[-1][:80]
         name = owner[:40] if owner.isprintable() and owner else "unknown"
         self.model = card["id"]
@@ -168,17 +169,13 @@ class FleetServer(Generic[RequestT, ReplyT]):
         return card
 
     async def check(self) -> None:
-        """Raises RequestFailure, "unfit" where something else than the target is served."""
+        """Raises RequestFailure, "unfit" for another model than the target."""
         raise NotImplementedError
 
     async def reply(self, request: RequestT) -> ReplyT:
-        """The reply to a request. Raises RequestFailure."""
         raise NotImplementedError
 
     async def checked(self) -> bool:
-        """`check`, unless it passed since the last failure; True if it ran. Raises
-        RequestFailure.
-        """
         async with self._checking:
             if self.is_checked:
                 return False
@@ -193,7 +190,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
             return True
 
     def fail(self, failure: RequestFailure) -> None:
-        """Pause the server, and check it before the next request."""
+        """Pause the server; the next request checks it first, unless it was only busy."""
         self.num_failures += 1
         self._failure, self.reason = failure, failure.what
         self.is_checked &= failure.kind == "busy"
@@ -201,7 +198,6 @@ class FleetServer(Generic[RequestT, ReplyT]):
         self.not_before = time.monotonic() + min(pause, LONGEST_PAUSE_S)
 
     def facts(self) -> dict[str, Any]:
-        """What it is, and its counts, for the manifest."""
         return {
             "url": self.url,
             "model": self.model,
@@ -218,7 +214,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
 
 
 class Fleet(Generic[RequestT, ReplyT]):
-    """The servers as a backend. Requests run on its event loop, which runs while `wait` waits."""
+    """Servers as a backend. Its event loop runs while `wait` waits."""
 
     def __init__(
         self,
@@ -227,15 +223,15 @@ class Fleet(Generic[RequestT, ReplyT]):
         start_hint: str = "start one, e.g. with `eyas serve`, or check the address",
         fit_hint: str = "give servers of this target, with its own tokenizer and chat template",
     ) -> None:
-        """Check all servers. start_hint, fit_hint: what to do for the errors that it raises:
-        MissingInputError (none answers), MismatchError (one serves something else).
+        """start_hint, fit_hint: of MissingInputError (no server answers) and MismatchError (one is
+        unfit).
         """
         self.capacity = len(servers) * config.concurrency
         self._servers, self._config, self._fit_hint = servers, config, fit_hint
         self._waiting: deque[RequestT] = deque()
         self._tasks: set[asyncio.Task[ReplyT | TurnFailure]] = set()
         self._error: BaseException | None = None
-        self._freed = asyncio.Event()  # a server may have room for another request
+        self._freed = asyncio.Event()  # a request has ended
         self._last_good = time.monotonic()
         self._runner = asyncio.Runner()
         try:
@@ -245,46 +241,41 @@ class Fleet(Generic[RequestT, ReplyT]):
             raise
 
     def add(self, request: RequestT) -> None:
-        """Ask for a reply to this."""
         self._waiting.append(request)
 
     def wait(self) -> list[ReplyT | TurnFailure]:
-        """The ready replies, after a second at most. Raises EyasError when no server answers."""
+        """The replies so far, after WAIT_S at most. Raises EyasError when no server answers."""
         return self._runner.run(self._wait())
 
     def status(self) -> str:
-        """For the progress line: the number of servers that answer, and the others' failures."""
+        """How many servers answer, and the others' failures."""
         failing = [f"{one.url} {one.reason}" for one in self._servers if one.reason]
         shown = "; ".join(failing[:3] + ["..."] * (len(failing) > 3))
         count = len(self._servers)
         return f"{count - len(failing)} of {count} servers" + (f" ({shown})" if failing else "")
 
     def facts(self) -> dict[str, Any]:
-        """`FleetServer.facts` of each."""
         return {"servers": [one.facts() for one in self._servers]}
 
     def precision(self) -> dict[str, str]:
-        """What the servers state of how they compute: the same, where they state it."""
+        """What the servers state of how they compute: all the same, or nothing."""
         return next((one.precision for one in self._servers if one.precision), {})
 
     def computed_by(self) -> dict[str, str]:
-        """The same in words, where they state it."""
         precision = self.precision()
         return {"servers": f"servers with {precision_text(precision)}"} if precision else {}
 
-    def _differs(self, server: FleetServer[RequestT, ReplyT]) -> bool:
-        return server.precision not in ({}, self.precision())
-
-    def _difference(self, server: FleetServer[RequestT, ReplyT]) -> str:
-        other = next(one for one in self._servers if one.precision)
-        return (
-            f"the servers do not compute alike: {other.url} states "
-            f"{precision_text(other.precision)}, {server.url} {precision_text(server.precision)}"
-        )
+    def _refuse_another_precision(self, server: FleetServer[RequestT, ReplyT]) -> None:
+        first = next((one for one in self._servers if one.precision), server)
+        if server.precision not in ({}, first.precision):
+            raise MismatchError(
+                f"the servers do not compute alike: {first.url} states "
+                f"{precision_text(first.precision)}, {server.url} "
+                f"{precision_text(server.precision)}",
+                "give servers that compute alike: some of their answers would differ",
+            )
 
     def close(self) -> None:
-        """Stop all requests and close all connections."""
-
         async def stop() -> None:
             for task in self._tasks:
                 task.cancel()
@@ -297,19 +288,16 @@ class Fleet(Generic[RequestT, ReplyT]):
     async def _check_all(self, start_hint: str) -> None:
         checks = (one.checked() for one in self._servers)
         found = await asyncio.gather(*checks, return_exceptions=True)
-        failed = [
-            (server, failure)
-            for server, failure in zip(self._servers, found, strict=True)
-            if isinstance(failure, RequestFailure)
-        ]
-        if odd := next(filter(self._differs, self._servers), None):
-            raise MismatchError(self._difference(odd), ONE_PRECISION)
+        for server in self._servers:
+            self._refuse_another_precision(server)
         for bug in found:
             if isinstance(bug, BaseException) and not isinstance(bug, RequestFailure):
                 raise bug
-        if unfit := [one for one, failure in failed if failure.kind in ("unfit", "refused")]:
+        kinds = [one.kind if isinstance(one, RequestFailure) else "" for one in found]
+        rows = zip(self._servers, kinds, strict=True)
+        if unfit := [one for one, kind in rows if kind in ("unfit", "refused")]:
             raise MismatchError(_reasons(unfit), self._fit_hint)
-        if len(failed) == len(self._servers) and any(one.kind != "busy" for _, one in failed):
+        if all(kinds) and {*kinds} != {"busy"}:
             raise MissingInputError(f"no server answers: {_reasons(self._servers)}", start_hint)
         self._last_good = time.monotonic()
 
@@ -338,8 +326,7 @@ class Fleet(Generic[RequestT, ReplyT]):
             try:
                 if await server.checked():
                     self._last_good = time.monotonic()
-                    if self._differs(server):
-                        raise MismatchError(self._difference(server), ONE_PRECISION)
+                    self._refuse_another_precision(server)
                 is_asked = True
                 reply = await server.reply(request)
             except RequestFailure as failure:
@@ -373,7 +360,7 @@ class Fleet(Generic[RequestT, ReplyT]):
     async def _next(
         self, last: FleetServer[RequestT, ReplyT] | None
     ) -> FleetServer[RequestT, ReplyT]:
-        """The least busy server that may be asked; if possible another one than the last."""
+        """The least busy server that is not paused; if possible not the last one."""
         while True:
             now, most = time.monotonic(), self._config.concurrency
             free = [
@@ -388,14 +375,12 @@ class Fleet(Generic[RequestT, ReplyT]):
 
 
 def precision_text(precision: dict[str, str]) -> str:
-    """A precision in one line."""
+    """In one line."""
     return ", ".join(f"{name} {value}" for name, value in precision.items()) or "nothing"
 
 
 def server_urls(urls: Sequence[str]) -> list[str]:
-    """The addresses without /v1. Raises ConfigError for what is no address, holds a password, or is
-    there twice.
-    """
+    """Without /v1. Raises ConfigError for no address, a password, or a duplicate."""
     found = [server_url(url) for url in urls]
     if len({*found}) < len(found):
         raise ConfigError(

@@ -1,9 +1,6 @@
-"""What computes samples (SampleSource): a decoder in this process, or one in each of several
-workers, here or on Ray (eyas/executor.py); `states` has servers. `online` gives them as they are
-computed; `capture` stores them.
-
-Workers encode; this process writes in order, so the files are those of one process, and a forward
-that is lost with its worker is computed again.
+"""SampleSource computes samples: a decoder here, or one in each of several workers
+(eyas/executor.py); `states` has servers. Workers encode; this process writes in order, so the files
+are those of one process. A lost worker's forward is computed again.
 """
 
 from __future__ import annotations
@@ -27,11 +24,7 @@ from eyas.executor import Executor
 from eyas.features.samples import SamplePlan
 from eyas.model.library import CHOICE, build
 from eyas.model.threads import set_num_threads
-from eyas.operators.decoder import (
-    FeatureDecoder,
-    OwnDecoder,
-    default_device,
-)
+from eyas.operators.decoder import FeatureDecoder, OwnDecoder, default_device
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import (
     Codec,
@@ -44,52 +37,48 @@ from eyas.shards import (
     teacher_mask,
 )
 
-# The samples of each forward, with the writer that they are for; None: they are not stored.
+# the samples of each forward, and their writer; None: they are not stored
 Work = Iterable[tuple[ShardWriter | None, list[SamplePlan]]]
 
 
 class SampleSource:
-    """What computes samples. lm_head_sha256: of the target."""
+    """A decoder, workers or servers. lm_head_sha256: of the target."""
 
     lm_head_sha256: str
 
     def samples(self, work: Work) -> Generator[Sequence[Sample | EncodedSample]]:
-        """The samples of each forward, in order, or what its writer's codec makes of them."""
+        """The samples of each forward, in order, encoded where the writer has a codec."""
         raise NotImplementedError
 
     def computed_by(self) -> dict[str, str]:
-        """What the bits of features depend on beside target and settings: here, at servers."""
+        """What the bits depend on beside target and settings: here, at servers."""
         raise NotImplementedError
 
     def status(self) -> str:
-        """For the line of progress."""
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """For the manifest, which has the settings already."""
+        """For the manifest."""
         return {}
 
-    def close(self) -> None:
-        """End what Python does not."""
+    def close(self) -> None: ...
 
 
 def sample_of(plan: SamplePlan, aux_hidden: Tensor, last_hidden: Tensor) -> Sample:
-    """A sample with its states."""
+    """A plan with its states."""
     ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
     return Sample(plan.key, ids, mask, aux_hidden, last_hidden, plan.source)
 
 
 class FeatureForward(SampleSource):
-    """Computes one forward after the other, in the decoder's dtype."""
-
     def __init__(
         self,
         decoder: FeatureDecoder,
         dtype: torch.dtype = torch.bfloat16,
         vocabulary: TargetVocabulary | None = None,
     ) -> None:
-        """vocabulary: where samples are to be stored, which are then in this dtype and on the CPU,
-        and have the target's best tokens.
+        """vocabulary: if samples are to be stored: they have this dtype, on the CPU, and the
+        target's best tokens.
         """
         self._decoder, self._dtype, self._vocabulary = decoder, dtype, vocabulary
         self.lm_head_sha256 = decoder.lm_head_sha256
@@ -98,7 +87,6 @@ class FeatureForward(SampleSource):
         return {"here": implementation(self._decoder)}
 
     def samples(self, work: Work) -> Generator[list[Sample]]:
-        """Nothing is computed ahead."""
         for _, plans in work:
             states = self._decoder.states([one.token_ids.tolist() for one in plans])
             rows = zip(plans, states.aux_hidden, states.last_hidden, strict=True)
@@ -108,7 +96,7 @@ class FeatureForward(SampleSource):
             ]
 
     def _as_stored(self, sample: Sample) -> Sample:
-        """With the target's best tokens, by the last hidden states in the stored dtype."""
+        """Best tokens are those of the hidden states in the stored dtype."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             return sample
@@ -124,8 +112,6 @@ class FeatureForward(SampleSource):
 
 @dataclass(frozen=True, slots=True)
 class ForwardJob:
-    """A forward for a worker. codec: of `meta`."""
-
     plans: list[SamplePlan]
     meta: FeatureMeta
     codec: Codec
@@ -133,7 +119,7 @@ class ForwardJob:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """The samples of a forward. computed_by: what their bits depend on, in words."""
+    """computed_by: what the bits depend on."""
 
     host: str
     computed_by: str
@@ -143,13 +129,13 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTask:
-    """What a worker does. per_host: workers of a host share its cores."""
+    """per_host: workers that share a host's cores."""
 
     load: Callable[[], FeatureForward]
     per_host: int
 
     def ready(self) -> Callable[[ForwardJob | None], ForwardResult]:
-        """Load the target. Raises what `load` raises, with the name of the host."""
+        """Load the target. Errors name the host."""
         host, count = socket.gethostname(), max(1, cores() // self.per_host)
         set_num_threads(count)
         torch.set_num_threads(count)
@@ -173,22 +159,15 @@ def implementation(decoder: FeatureDecoder) -> str:
     """What the bits of features depend on beside target and settings."""
     computing = f"decoder {build()}"
     if not isinstance(decoder, OwnDecoder):
-        device = torch.backends.cpu.get_cpu_capability()
-        if default_device() != "cpu":
-            device = torch.cuda.get_device_name()
-        computing = (
-            f"torch {torch.__version__} on {device}, transformers {transformers.__version__}"
-        )
+        on_gpu, versions = default_device() != "cpu", transformers.__version__
+        device = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
+        computing = f"torch {torch.__version__} on {device}, transformers {versions}"
     return f"eyas {VERSION}, {computing}, zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}"
 
 
 class WorkerForward(SampleSource):
-    """Workers, by an executor of a ForwardTask."""
-
     def __init__(self, executor: Executor, workers: int) -> None:
-        """Let all workers load the target. Raises MismatchError for two whose features would
-        differ, and what loading raises.
-        """
+        """Raises MismatchError for workers whose features would differ."""
         self._executor, self._workers = executor, workers
         with ExitStack() as stack:
             stack.enter_context(executor)
@@ -202,7 +181,7 @@ class WorkerForward(SampleSource):
         return {"here": self._first.computed_by}
 
     def samples(self, work: Work) -> Generator[Sequence[Sample | EncodedSample]]:
-        """Encoded from the moment on at which a writer's codec is known."""
+        """Encoded once the writer's codec is known."""
         asked: deque[tuple[ShardWriter, ForwardJob]] = deque()
 
         def jobs() -> Iterator[ForwardJob]:

@@ -1,14 +1,9 @@
-"""Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
+"""Stage `generate`: the target answers every user turn, with its own answers as context.
 
-Each turn is asked with the target's own answers as its context. A truncated, looping or empty
-answer ends its conversation; after a refusal it goes on. All of these are marked and kept. One
-with personal data or a secret that was not in its prompt is never written: it is counted by type,
-and ends its conversation too.
-
-The engine in this process answers, on the CPU, where `servers` is empty. A run that is killed, or
-whose servers have all died, resumes where it was (see answers), on what computes the same bits.
-Which servers answer, how many requests run at once, and whether a head speculates changes no
-answer, and is not part of the identity.
+Truncated, looping and empty answers end their conversation; these and refusals are marked and kept.
+An answer with personal data that its prompt lacked is dropped and counted. The engine in this
+process answers, or `servers`; a killed run resumes (see answers). Servers, batch sizes and heads
+change no answer and are not in the identity.
 """
 
 from __future__ import annotations
@@ -51,13 +46,10 @@ PLACES = {"target", "head", "max_batch", "servers", "client"}  # no part of the 
 
 
 class GenerateConfig(Settings):
-    """Settings of the stage.
-
-    `answers_per_prompt`: each is a conversation of its own; those of a prompt are spread evenly
-    over the shares of `sampling` (`sampling_of`). The target's context bounds `max_length` too.
-    `date` is fixed, so that prompts have the same tokens every day where a template prints today's
-    (Granite, Llama 3). `personal`: what is looked for in answers; an answer with a type that is not
-    kept is left out, unless it stood in the prompt.
+    """`answers_per_prompt`: conversations, spread evenly over the shares of `sampling`. The
+    target's context bounds `max_length` too. `date` is fixed: some templates print today's
+    (Granite, Llama 3). `personal`: types to find in answers; an answer with one that is not kept is
+    dropped, unless its prompt had it.
     """
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
@@ -102,19 +94,19 @@ class GenerateConfig(Settings):
         return self
 
     def on(self, shape: TargetShape) -> GenerateConfig:
-        """With what "auto" stands for on this machine."""
+        """With "auto" resolved for this machine."""
         if self.servers:
             return self
         return self.model_copy(update={"dtype": resolve_dtype(self.dtype, shape)})
 
     @property
     def sends_messages(self) -> bool:
-        """Whether servers render the chat template themselves."""
+        """Whether servers render the chat template."""
         return bool(self.servers) and self.client.send == "messages"
 
 
 def settings_of(config: GenerateConfig, folder: str) -> dict[str, Any]:
-    """What the answers depend on, as it enters an identity; config: `on` the target's shape."""
+    """What the answers depend on, for the identity; config: `on` the target's shape."""
     # keeps the identity of folders older than this setting
     as_before = {"answers_per_prompt"} if config.answers_per_prompt == 1 else set()
     return {
@@ -136,9 +128,10 @@ def generate(
     track: Track = quiet,
     serving: AbstractContextManager[object] | None = None,
 ) -> Manifest:
-    """Answer all prompts into `output`; resumes. serving: within it the settings' servers answer;
-    not entered where all is done. Raises EmptyInputError, TemplateError, and what loading a target
-    or `Fleet` raises.
+    """Answer all prompts into `output`; resumes. serving: a context in which the servers run,
+    entered only for work.
+
+    Raises EmptyInputError, TemplateError, and what loading a target or `Fleet` raises.
     """
     made = prompts.manifest("prompts")
     num_prompts = count_prompts(prompts)
@@ -170,10 +163,10 @@ def generate(
     ):
         if not is_work:
             return output.manifest()
-        with closing(Conversations(prompts, output, config.answers_per_prompt)) as conversations:
+        with closing(AnswerParts(output)) as parts:
             hold_to(output, backend.computed_by())
-            num_conversations = num_prompts * config.answers_per_prompt
-            answer_all(backend, rules, conversations, num_conversations, track)
+            waiting = unfinished(prompts, parts, config.answers_per_prompt)
+            answer_all(backend, rules, waiting, parts, num_prompts, track)
         facts = {"target": config.target, **backend.facts()}
         counts = _counts(prompts, output, config.answers_per_prompt)
         if counts["answers"] == 0:
@@ -186,7 +179,7 @@ def generate(
 
 
 def count_prompts(prompts: Artifact) -> int:
-    """The number of prompts in an artifact. Raises EmptyInputError for none."""
+    """Raises EmptyInputError for none."""
     count = sum(1 for _ in prompts.read_rows("prompts"))
     if not count:
         raise EmptyInputError(
@@ -198,7 +191,7 @@ def count_prompts(prompts: Artifact) -> int:
 def open_backend(
     config: GenerateConfig, chat: Chat, folder: str, max_length: int
 ) -> EngineBackend | Fleet[TurnRequest, TurnAnswer]:
-    """The engine or the servers."""
+    """The engine, or the checked servers."""
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
         num_tokens = max(config.max_batch * min(max_length, CACHE_TOKENS), max_length)
@@ -224,66 +217,47 @@ def open_backend(
     return Fleet([TargetServer(url, config.client, proof) for url in urls], config.client)
 
 
-class Conversations:
-    """The unfinished conversations of an artifact, read part by part, and their rows."""
-
-    def __init__(self, prompts: Artifact, output: Artifact, per_prompt: int) -> None:
-        self.num_done, self._per_prompt = 0, per_prompt
-        self._prompts, self._parts = prompts, AnswerParts(output)
-
-    def __iter__(self) -> Iterator[Conversation]:
-        """In the prompts' order, each where an earlier run ended; holds one part's prompts."""
-        rows = self._prompts.read_rows("prompts")
-        for part in itertools.count():
-            prompts = [Prompt.from_json(row) for row in itertools.islice(rows, ROWS_PER_PART)]
-            if not prompts:
-                return
-            if self._parts.is_whole(part):
-                self.num_done += len(prompts) * self._per_prompt
-                continue
-            each = itertools.product(prompts, range(self._per_prompt))
-            conversations = [
-                Conversation(prompt, part, at, number) for at, (prompt, number) in enumerate(each)
-            ]
-            for entry in self._parts.open(part, len(conversations)):
-                conversations[entry.at].restore(entry)
-            for conversation in conversations:
-                if conversation.is_over:
-                    self._end(conversation)
-            yield from (one for one in conversations if not one.is_over)
-
-    def keep(self, conversation: Conversation) -> None:
-        """Write its new events."""
-        self._parts.add(conversation.part, conversation.take_entry())
-        if conversation.is_over:
-            self._end(conversation)
-
-    def close(self) -> None:
-        self._parts.close()
-
-    def _end(self, conversation: Conversation) -> None:
-        self.num_done += 1
-        self._parts.end(conversation.part)
+def unfinished(prompts: Artifact, parts: AnswerParts, per_prompt: int) -> Iterator[Conversation]:
+    """The conversations left to do, in order, each where an earlier run ended; reads by parts."""
+    rows = map(Prompt.from_json, prompts.read_rows("prompts"))
+    for part in itertools.count():
+        each = list(itertools.product(itertools.islice(rows, ROWS_PER_PART), range(per_prompt)))
+        if not each:
+            return
+        if parts.is_whole(part):
+            parts.num_done += len(each)
+            continue
+        conversations = [
+            Conversation(prompt, part, at, number) for at, (prompt, number) in enumerate(each)
+        ]
+        for entry in parts.open(part, len(conversations)):
+            conversations[entry.at].restore(entry)
+        for conversation in conversations:
+            if conversation.is_over:
+                parts.end(part)
+        yield from (one for one in conversations if not one.is_over)
 
 
 def answer_all(
     backend: EngineBackend | Fleet[TurnRequest, TurnAnswer],
     rules: TurnRules,
-    conversations: Conversations,
-    num_conversations: int,
+    waiting: Iterator[Conversation],
+    parts: AnswerParts,
+    num_prompts: int,
     track: Track = quiet,
 ) -> None:
-    """Run as many conversations at a time as the backend has room for."""
-    waiting = iter(conversations)
+    """Run as many conversations at once as the backend has room for."""
     running: dict[str, tuple[Conversation, TurnRequest]] = {}
     started, num_tokens = time.monotonic(), 0
 
     def ask(conversation: Conversation) -> None:
         request = rules.request(conversation)
-        conversations.keep(conversation)
+        parts.add(conversation.part, conversation.take_entry())
         if request is not None:
             backend.add(request)
             running[request.id] = conversation, request
+        else:
+            parts.end(conversation.part)
 
     while True:
         while len(running) < backend.capacity and (conversation := next(waiting, None)) is not None:
@@ -297,7 +271,7 @@ def answer_all(
             ask(conversation)
         speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
         note = ", ".join(filter(None, (speed, backend.status())))
-        track(conversations.num_done, num_conversations, note)
+        track(parts.num_done, num_prompts * rules.answers_per_prompt, note)
 
 
 def _counts(prompts: Artifact, output: Artifact, per_prompt: int) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Marks: what is special about an answer, so that it can be counted and left out of training.
 
     empty       nothing but white space
-    looping     the same words over and over (repeated n-grams)
+    looping     repeats the same words (n-grams)
     truncated   cut at its token limit
-    refused     says that it will not, in one of the ways of REFUSALS
+    refused     begins with one of REFUSALS
 
 The first that fits, in this order: a truncated loop was truncated because it is a loop.
 """
@@ -19,23 +19,20 @@ import numpy as np
 Mark = Literal["empty", "looping", "truncated", "refused"]
 VERSION = 1  # of these rules, part of an artifact's identity
 
-# Words, in pieces of eight letters for loops without spaces; characters of scripts without spaces;
-# runs of anything else: a table's rule of dashes is one unit and no loop.
+# words, cut after eight letters; characters of scripts without spaces; runs of anything else: a
+# table's rule of dashes is one unit and no loop
 _UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]{1,8}|[^\w\s]+")
 _ENUMERATOR = re.compile(r"^\s*\d+[.):]", re.MULTILINE)  # that counts the rounds of a loop
 LONGEST_PERIOD = 64  # units
 LEAST_REPEATS = 4
-# units of a loop: anywhere in an answer, and at the end of a truncated one
-LOOP_UNITS, TRUNCATED_LOOP_UNITS = 50, 20
-# The least share of different 4-grams in a long answer: 0.75 or more in prose and most code, 0.3 in
-# data in JSON.
+LOOP_UNITS, TRUNCATED_LOOP_UNITS = 50, 20  # anywhere; at the end of a truncated answer
+# the least share of different 4-grams in a long answer: prose has .75 or more, JSON data .3
 GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.2
 
 _OPENING = 240  # characters that hold a refusal; later ones may quote one
 _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-# At the beginning of an answer, casefolded: perhaps an apology, then that one cannot, then with
-# what (in some languages the other way round). An apology alone is no refusal ("sorry, there is no
-# table left"), nor is what one cannot do without helping.
+# At the beginning, casefolded: perhaps an apology, then "cannot", then what (in some languages the
+# other way round). An apology alone is no refusal ("sorry, there is no table left").
 REFUSALS: dict[str, tuple[str, str, str]] = {
     "en": (
         r"i(?:'m| am) (?:\w+ )?(?:sorry|afraid)|sorry|(?:i |my )?apolog|unfortunately|"
@@ -121,7 +118,7 @@ _REFUSAL = re.compile(
 
 
 def mark(text: str, finish_reason: str) -> Mark | None:
-    """What is special about an answer, or None. finish_reason: "stop" or "length"."""
+    """The mark of an answer, or None. finish_reason: "stop" or "length"."""
     is_truncated = finish_reason != "stop"
     if not text.strip():
         return "truncated" if is_truncated else "empty"
@@ -133,7 +130,7 @@ def mark(text: str, finish_reason: str) -> Mark | None:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether an answer, without thoughts, begins by saying that it will not help."""
+    """Whether an answer begins, after thoughts, by saying that it will not help."""
     opening = _THOUGHTS.sub("", text, count=1).lstrip(" \t\r\n\"'*#>-")[:_OPENING]
     plain = unicodedata.normalize("NFC", opening).casefold().replace("\u2019", "'")
     plain = re.sub("[\u064b-\u0652]", "", plain)  # vowel signs of Arabic, written or not
@@ -141,8 +138,8 @@ def is_refusal(text: str) -> bool:
 
 
 def is_looping(text: str, is_truncated: bool = False) -> bool:
-    """Whether words repeat LEAST_REPEATS times in a row or more, or all over a long answer.
-    is_truncated: by its token limit; a loop at its end would have gone on.
+    """Whether words repeat LEAST_REPEATS times in a row, or all over a long answer. is_truncated: a
+    loop at its end would have gone on.
     """
     numbers: dict[str, int] = {}
     found = _UNIT.findall(_ENUMERATOR.sub("", text.casefold()))
@@ -152,7 +149,7 @@ def is_looping(text: str, is_truncated: bool = False) -> bool:
         equal = units[:-period] == units[period:]
         if np.count_nonzero(equal) < least:  # nearly always
             continue
-        # runs lie between places that are not equal; the last of the longest
+        # runs lie between unequal places; take the last of the longest
         breaks = np.flatnonzero(np.concatenate(([True], ~equal, [True])))
         lengths = np.diff(breaks) - 1
         last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))

@@ -1,10 +1,7 @@
-"""Features straight from the target, in the process that trains on them: a sample is computed when
-it is read; a store is the cache of this.
+"""Features computed in the training process when they are read, without a store.
 
-Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone:
-the values are the store's to the bit, so the source has the store's identity, and training on
-either is the same work. With more, those of a batch are computed together, which is faster on a
-GPU, and last bits may differ: another identity.
+With `batch_tokens` 1 values and identity are those of a store, to the bit. Larger batches are
+faster on a GPU and may differ in last bits: another identity.
 """
 
 from __future__ import annotations
@@ -32,9 +29,7 @@ __all__ = ["CaptureConfig", "OnlineFeatures", "OnlineTarget"]
 
 
 class OnlineTarget(CaptureTask):
-    """What `capture` would store of answers. The target is loaded when the first features are read;
-    training and held-out features share it.
-    """
+    """What `capture` would store, shared by both splits; the target loads with the first read."""
 
     def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
         super().__init__(config, answers)
@@ -42,18 +37,16 @@ class OnlineTarget(CaptureTask):
 
     @cached_property
     def source(self) -> FeatureForward | StateFleet:
-        """The target, loaded, or the servers, proved."""
         return open_source(self)
 
     @cached_property
     def meta(self) -> FeatureMeta:
-        """Of an exact store."""
         meta = self.config.meta_of(self.shape, StoredMatrices.load(self.folder).lm_head_sha256)
         return meta.model_copy(update={"codec": "raw", "teacher": "everywhere"})
 
     @cached_property
     def manifest(self) -> Manifest:
-        """A store's manifest, with the same identity where the values are the same."""
+        """A store's manifest; the same identity where the values are the same."""
         config, settings, inputs = self.config, self.settings, {"answers": self.made}
         is_whole = config.teacher == "everywhere"
         if not (self.batch_tokens == 1 and is_whole and CODECS[config.codec].error == 0):
@@ -77,7 +70,7 @@ class OnlineTarget(CaptureTask):
 
 
 class OnlineFeatures:
-    """A FeatureSource: the samples of one split, computed when they are read."""
+    """A FeatureSource that computes its samples."""
 
     def __init__(self, target: OnlineTarget, split: Split) -> None:
         self._target, self.meta = target, target.meta

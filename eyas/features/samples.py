@@ -1,12 +1,8 @@
-"""Which answers become samples of features, and which samples share a forward. Pure functions over
-arrays of tokens.
+"""Which answers become samples, and which samples share a forward.
 
-Where a conversation's next prompt begins with the very tokens of the turn before, prompt and
-answer, the two are one sample with two spans in its mask: attention is causal, so the features are
-the same, and dialogues of six turns cost a quarter of the time and of the disk. Where a template
-rewrites the past (Qwen3 drops earlier thoughts) they stay apart.
-
-Letters: T tokens of a sample.
+If a conversation's next prompt begins with the tokens of the turn before, both are one sample with
+two spans in its mask: attention is causal, so the features are the same, at a quarter of the cost
+for six turns. Templates that rewrite the past (Qwen3 drops thoughts) keep them apart.
 """
 
 from __future__ import annotations
@@ -40,10 +36,7 @@ class SamplePlan:
 
 @dataclass(slots=True)
 class CapturePlan:
-    """What is to be captured, in the answers' order, and what became of the other answers.
-
-    answers = samples + merged + dropped.
-    """
+    """What is to be captured, in order; answers = samples + merged + dropped."""
 
     samples: list[SamplePlan] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
@@ -52,22 +45,21 @@ class CapturePlan:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Of dropped answers, counted."""
         return dict(Counter(row["reason"] for row in self.dropped))
 
 
 def plan_samples(
     answers: Iterable[Answer], max_length: int, leave_out: Collection[Mark]
 ) -> CapturePlan:
-    """Decide on every answer; what lies behind a prompt carries loss. max_length: the target's
-    context in tokens.
+    """Decide on every answer; the loss mask covers the tokens after the prompt. max_length: the
+    target's context.
     """
     plan, of_key = CapturePlan(), Counter[str]()
     for answer in answers:
         plan.num_answers += 1
         token_ids = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
         loss_mask = np.arange(len(token_ids)) >= len(answer.prompt_ids)
-        reason = None
+        reason: str | None = None
         if answer.marked in leave_out:
             reason = answer.marked
         elif len(token_ids) > max_length:
@@ -76,8 +68,8 @@ def plan_samples(
         elif not (loss_mask[1:-1] & loss_mask[2:]).any():
             reason = "no_supervised_slot"
         if reason is not None:
-            where = {"prompt_id": answer.prompt_id, "turn": answer.turn}
-            plan.dropped.append({**where, "reason": reason})
+            row = {"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": reason}
+            plan.dropped.append(row)
             continue
         earlier = plan.samples[-1] if plan.samples else None
         if (
@@ -99,8 +91,8 @@ def plan_samples(
 
 
 def forward_batches(samples: Sequence[SamplePlan], batch_tokens: int) -> Iterator[list[SamplePlan]]:
-    """Every sample once, within each window those of a similar length together; batch_tokens at
-    most in a batch, padding included, unless it is one sample.
+    """Every sample once, sorted by length within a window; at most batch_tokens with padding,
+    unless it is one sample.
     """
     for at in range(0, len(samples), WINDOW):
         batch: list[SamplePlan] = []

@@ -1,6 +1,6 @@
-"""The proof that a server's states are the target's: our decoder computes the same samples.
+"""Proof that a server's states are the target's: our decoder computes the same samples.
 
-Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
+Letters: T tokens, S the four streams, L layers, H the target's hidden size.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from eyas.features.samples import SamplePlan
 from eyas.model.config import TargetShape
 from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder
 
-PROOF_SAMPLES = 4  # from the shortest to the longest: one step of a server, and several
-LAYERS_TOKENS = 32  # of the shortest sample, for which all layers are compared
+PROOF_SAMPLES = 4  # from the shortest to the longest
+LAYERS_TOKENS = 32  # of the shortest sample, for the comparison with all layers
 NUM_STREAMS = 4
-# Times TOLERANCE, which holds for the median token: where large numbers cancel, single tokens of
-# SmolLM2 are off by 0.12 in bfloat16 (two tolerances), another token's state by 0.7 (twelve).
+# times TOLERANCE of the median token: single tokens of SmolLM2 in bfloat16 are off by two
+# tolerances, another token's state by twelve
 OUTLIER = 5
 
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """A sample to compute: its key and its tokens."""
+    """id: the sample's key."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -34,8 +34,8 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateProof:
-    """What a server must show first. dtype: the settings'. samples: with our states. layers_LTH:
-    all layers' outputs for the first tokens of the first sample. max_length: tokens of the longest.
+    """What a server must match. samples: with our states. layers_LTH: all layers' outputs for the
+    first tokens of samples[0]. max_length: tokens of the longest.
     """
 
     shape: TargetShape
@@ -46,7 +46,7 @@ class StateProof:
 
 
 def prove_by(decoder: HookedDecoder, dtype: str, plans: Sequence[SamplePlan]) -> StateProof:
-    """Compute some of the samples here, chosen by their lengths."""
+    """Compute some samples here, from the shortest to the longest."""
     requests = (StateRequest(one.key, tuple(one.token_ids.tolist())) for one in plans)
     by_length = sorted(requests, key=lambda one: len(one.token_ids))
     last = len(by_length) - 1
@@ -67,9 +67,9 @@ def compare(
     expected_layers: Sequence[int],
     finished: Callable[[Tensor], HiddenStates],
 ) -> None:
-    """Compare a server's streams [T, S, H] of the proof's samples, and of the longest once more,
-    with ours. expected_layers: the nearest one of each stream. finished: gives the stored part of
-    streams. Raises RequestFailure with the one thing that differs.
+    """Compare a server's streams [T, S, H] of the proof's samples, and of the longest a second
+    time, with ours. expected_layers: of each stream. finished: makes HiddenStates of streams.
+    Raises RequestFailure.
     """
     if (dtype := streams[0].dtype) != proof.dtype:
         raise unfit(
@@ -119,7 +119,7 @@ def stream_layers(shape: TargetShape, is_vllm: bool) -> tuple[int, int, int, int
 
 
 def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
-    """[T, S]: the relative error of each token's state in each stream."""
+    """[T, S]: of each token's state in each stream."""
     T, H = expected.last_hidden.shape
     ours, theirs = (
         torch.cat([one.aux_hidden, one.last_hidden], dim=-1).float().view(T, -1, H)
@@ -136,5 +136,5 @@ def unfit(what: str) -> RequestFailure:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As settings and servers write it."""
+    """As settings write it."""
     return str(dtype).removeprefix("torch.")

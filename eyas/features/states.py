@@ -1,11 +1,9 @@
 """Hidden states from servers that run the target, compared with ours first (state_proof).
 
-    vLLM     `extract_hidden_states`: a file for each request in a shared folder, read and deleted
-             here; streams: three taps, the input of the final norm
-    SGLang   `return_hidden_states`: numbers in the answer; streams: three taps, the input of the
-             last layer, which is computed here
+    vLLM     a file per request in a shared folder; streams: three taps, the final norm's input
+    SGLang   numbers in the answer; streams: three taps, the last layer's input
 
-Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
+Letters: T tokens of a sample, S the four streams, H the target's hidden size.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from eyas.artifact import is_another_process
 from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
-from eyas.features.fleet import Fleet, FleetConfig, FleetServer, server_urls
+from eyas.features.fleet import Fleet, FleetConfig, FleetServer, refused_is_unfit, server_urls
 from eyas.features.forward import SampleSource, Work, implementation, sample_of
 from eyas.features.state_proof import (
     NUM_STREAMS,
@@ -49,31 +47,27 @@ from eyas.model.config import TargetShape
 from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder, Tail
 from eyas.shards import Sample
 
-ROOM_VLLM, ROOM_SGLANG = 1, 7  # tokens for the answer, and those that SGLang keeps back
+ROOM_VLLM, ROOM_SGLANG = 1, 7  # tokens of the answer, and those that SGLang reserves
 LOCK_POLL_S = 0.01
-FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
-CONNECTOR = Path(__file__).with_name("vllm")  # for PYTHONPATH of vLLM
+FOLDER = "/dev/shm/eyas-states"  # in memory
+CONNECTOR = Path(__file__).with_name("vllm")  # goes on vLLM's PYTHONPATH
 
 
 class StateReply(NamedTuple):
-    """A request's states, aux_hidden [T, 3 * H] and last_hidden [T, H], in the server's dtype."""
-
     id: str
     states: HiddenStates
 
 
 class StateServer(FleetServer[StateRequest, StateReply]):
-    """A vLLM or SGLang server that gives states. The rest from its last stream to the input of
-    lm_head is computed here.
-    """
+    """A vLLM or SGLang server; what lies between its last stream and lm_head is computed here."""
 
     def __init__(
         self, url: str, config: FleetConfig, proof: StateProof, tails: Sequence[Tail], run: str
     ) -> None:
-        """tails: see HookedDecoder.tails. run: names this run's requests and files."""
+        """tails: of HookedDecoder. run: names requests and files."""
         super().__init__(url, config)
         self._proof, self._tails = proof, tails
-        # one for each server and process: several may share a folder, e.g. the ranks of a run
+        # several servers and processes may share a folder, e.g. the ranks of a run
         hashes = (hashlib.sha256(text.encode()).hexdigest() for text in (url, socket.gethostname()))
         machine = "-".join(["eyas", run[:12], *(one[:6] for one in hashes)])
         self._run = f"{machine}-{os.getpid()}"
@@ -95,7 +89,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                 f"holds {room} tokens a request; the longest sample and the {left} that it keeps "
                 f"for an answer are {needed}: start it with room for them"
             )
-        try:
+        with refused_is_unfit("hidden states"):
             # at the same time, so that they share steps; then the longest from its prefix cache
             asked = [request for request, _ in self._proof.samples]
             together = (self._streams(one.token_ids) for one in asked)
@@ -106,10 +100,6 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                     raise failure
             streams = [one for one in replies if isinstance(one, Tensor)]
             streams.append(await self._streams(asked[-1].token_ids))
-        except RequestFailure as failure:
-            if failure.kind != "refused":
-                raise
-            raise unfit(f"{failure.what}, when asked for hidden states") from failure
         layers = stream_layers(self._proof.shape, self._is_vllm)
         compare(self._proof, streams, layers, self._finished)
 
@@ -119,11 +109,11 @@ class StateServer(FleetServer[StateRequest, StateReply]):
 
     async def close(self) -> None:
         await super().close()
-        self.sweep()  # its requests have been stopped
+        self.sweep()
 
     def sweep(self) -> None:
-        """Delete the server's files for requests that were given up: this process's, and those of
-        ended processes of the same run on this machine.
+        """Delete files of abandoned requests: this process's, and those of ended processes of this
+        run.
         """
         if self._folder == Path():
             return
@@ -139,7 +129,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         return HiddenStates(streams_TSH[:, :3].flatten(1), last_hidden)
 
     async def _streams(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, S, H] in the server's dtype. Raises RequestFailure."""
+        """[T, S, H] in the server's dtype."""
         ask = self._from_vllm if self._is_vllm else self._from_sglang
         streams_TSH = await ask(token_ids)
         T, S, H = streams_TSH.shape
@@ -204,9 +194,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         return streams_TSH
 
     async def _read_unlocked(self, path: Path, lock: Path) -> dict[str, Tensor]:
-        """Read the file once its writer has released the lock, which it takes before it answers.
-        Raises OSError, SafetensorError, TimeoutError.
-        """
+        """vLLM locks the file before it answers and writes it afterwards."""
         async with asyncio.timeout(self.config.timeout_s):
             descriptor = os.open(lock, os.O_RDONLY)
             try:
@@ -233,9 +221,9 @@ class StateServer(FleetServer[StateRequest, StateReply]):
 
 
 def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tensor:
-    """[T, S, H] from an answer of /generate: `meta_info.hidden_states` is a list of chunks of the
-    prompt, each a list of rows, and of rows of further tokens. JSON names no dtype: the states have
-    `wanted` if it holds every number exactly, else float32. Raises RequestFailure.
+    """[T, S, H] from an answer of /generate, whose `meta_info.hidden_states` lists chunks of the
+    prompt (lists of rows) and rows of generated tokens. The dtype is `wanted` if it holds every
+    number exactly, else float32. Raises RequestFailure.
     """
     try:
         parts = content["meta_info"].get("hidden_states")
@@ -267,9 +255,7 @@ class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
         run: str,
         commands: str,
     ) -> None:
-        """Check and prove all servers. decoder: finishes their states, and is no decoder any more.
-        run, proof: see StateServer. commands: how to start one.
-        """
+        """Check and prove all servers. decoder: gives up its last layers to finish states."""
         self.lm_head_sha256, self._here = decoder.lm_head_sha256, implementation(decoder)
         self._numbers = itertools.count()
         self._ready: dict[str, HiddenStates] = {}
@@ -281,13 +267,12 @@ class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
             one.sweep()
 
     def computed_by(self) -> dict[str, str]:
-        """What finishes the states, and what the servers state."""
         return {"here": self._here, **super().computed_by()}
 
     def samples(self, work: Work) -> Generator[list[Sample]]:
-        """Twice as many requests run as the servers take at once, which bounds the states held here
-        and in files. Several iterators may be open, e.g. while a trainer evaluates. Raises
-        EyasError for a request without states.
+        """Keeps twice the servers' capacity in flight, which bounds the states in memory and files.
+        Several iterators may be open, e.g. while a trainer evaluates. Raises EyasError for a
+        request without states.
         """
         listed, coming = itertools.tee(batch for _, batch in work)
         plans = (one for batch in coming for one in batch)
@@ -297,7 +282,7 @@ class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
                 samples = []
                 for plan in batch:
                     for one in itertools.islice(plans, 2 * self.capacity - len(asked)):
-                        # the next epoch may ask for a sample before it has come
+                        # numbered: the next epoch may ask for the same sample
                         asked.append(f"{one.key} ({next(self._numbers)})")
                         self.add(StateRequest(asked[-1], tuple(one.token_ids.tolist())))
                     while asked[0] not in self._ready:
@@ -326,7 +311,7 @@ class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
 def vllm_arguments(
     target: str, shape: TargetShape, dtype: str, length: int, folder: str = FOLDER
 ) -> list[str]:
-    """The arguments of `vllm serve`. length: tokens of the longest sample. folder: of the files."""
+    """Of `vllm serve`. length: tokens of the longest sample. folder: for the states."""
     ids = [layer + 1 for layer in stream_layers(shape, is_vllm=True)]  # vLLM: 0 is the embeddings
     speculative = {
         "method": "extract_hidden_states",
@@ -351,9 +336,7 @@ def vllm_arguments(
 def states_command(
     engine: Literal["sglang", "vllm"], target: str, shape: TargetShape, dtype: str, length: int
 ) -> list[str]:
-    """The command of a server that gives the target's states. target: its name in the settings.
-    length: tokens of the longest sample.
-    """
+    """Starts a server of states. length: tokens of the longest sample."""
     if engine == "vllm":
         words = ["env", f"PYTHONPATH={CONNECTOR}", "vllm", "serve"]
         return [*words, *vllm_arguments(target, shape, dtype, length)]
@@ -367,7 +350,7 @@ def states_command(
 
 
 def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
-    """`states_command` of each engine, for a shell."""
+    """`states_command` of both engines, as a hint."""
     vllm = shlex.join(states_command("vllm", target, shape, dtype, length))
     sglang = shlex.join(states_command("sglang", target, shape, dtype, length))
     return (

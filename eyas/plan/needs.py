@@ -1,6 +1,5 @@
-"""Tokens and bytes of a run, counted before it: prompts through the target's own template, answers
-at a stated length. Without a stated mean length these are upper bounds: every answer counts
-max_tokens, and no row is dropped.
+"""Tokens and bytes of a run, counted before it: prompts by the target's template, answers at a
+stated length; without one these are upper bounds (max_tokens, no row dropped).
 """
 
 from __future__ import annotations
@@ -29,23 +28,21 @@ from eyas.records import Message, Prompt
 from eyas.shards import CODECS, CodecName, FeatureMeta
 from eyas.train.trainer import HEAD_BYTES_PER_PARAMETER, TrainConfig
 
-SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
-STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
+SAMPLE_SIZE = 1000  # prompts, evenly spaced
+STAND_IN = "Yes."  # for an answer; answers' tokens are counted apart
 # an answer's row holds its text and all earlier turns as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
 FILLER = (
-    "I would like to know how a young hawk is raised, and what it takes to let it hunt by "
-    "itself one day. "
+    "I would like to know how a young hawk is raised, and what it takes to let it hunt by itself "
+    "one day. "
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Totals of a run.
-
-    prompt_tokens: summed over all answers, so a prompt counts once for each answer. feature_tokens:
-    computed by `capture`; a conversation's turns are one sample where the template keeps earlier
-    turns unchanged. sampled: counted prompts, which stand for all.
+    """Totals of a run. prompt_tokens: summed over answers. feature_tokens: computed by `capture`,
+    where a conversation is one sample if the template keeps earlier turns. sampled: counted
+    prompts.
     """
 
     prompts: int
@@ -58,9 +55,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Bytes that a run writes, by stage. free: where it writes, None for an object store. present:
-    already there.
-    """
+    """Bytes by stage. free: None for an object store. present: already written."""
 
     answers: int
     features: int
@@ -79,9 +74,7 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """The settings of a run file that decide on sizes. output: where the run writes; begun: the
-    folders in which it has begun or done its work.
-    """
+    """The settings that decide on sizes. begun: folders of its stages."""
 
     target: str
     output: str
@@ -94,7 +87,7 @@ class PlannedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs. bytes_by_codec: of all features; codec: the run's own."""
+    """bytes_by_codec: of all features; codec: the run's own."""
 
     needs: Needs
     room: Room
@@ -108,16 +101,15 @@ class Plan:
 def plan_run(
     run: PlannedRun, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
 ) -> Plan:
-    """The plan for num_prompts prompts, from a sample of them. answer_tokens: the mean length of
-    answers, if known. Raises EmptyInputError, MismatchError (too few layers), and what reading the
-    target raises.
+    """The plan for num_prompts prompts, from a sample. answer_tokens: the mean, if known.
+
+    Raises EmptyInputError, MismatchError (too few layers), and what reading the target raises.
     """
     folder = resolve_target(run.target)
     shape = target_shape(folder)
     shape.refuse_few_layers()
-    needs = count_needs(
-        sample, num_prompts, Chat(folder, run.generate.date), run.generate, answer_tokens
-    )
+    chat = Chat(folder, run.generate.date)
+    needs = count_needs(sample, num_prompts, chat, run.generate, answer_tokens)
     meta = run.capture.meta_of(shape)
     sizes = feature_bytes(needs, meta, run.capture.held_out_share)
     features = sizes[meta.codec]
@@ -131,16 +123,11 @@ def plan_run(
         free=Artifact(run.output).room(),
         present=sum(one.size(name) for one in map(Artifact, run.begun) for name in one.all_names()),
     )
-    return Plan(
-        needs=needs,
-        room=room,
-        bytes_by_codec={str(codec): size for codec, size in sizes.items()},
-        codec=meta.codec,
-    )
+    return Plan(needs, room, {str(codec): size for codec, size in sizes.items()}, meta.codec)
 
 
 def refuse_without_room(room: Room, output: str) -> None:
-    """Raises StorageFullError when what is still to be written does not fit."""
+    """Raises StorageFullError."""
     if room.fits:
         return
     assert room.free is not None
@@ -161,7 +148,7 @@ def filler_prompts(count: int, characters: int) -> list[Prompt]:
 
 
 def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
-    """The number of prompts in a finished artifact, and a sample of them. Raises EmptyInputError,
+    """The number of prompts in a finished artifact, and a sample. Raises EmptyInputError,
     MissingInputError.
     """
     artifact.manifest("prompts")
@@ -171,7 +158,7 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
 
 
 def source_prompts(config: PromptsConfig) -> tuple[int, list[Prompt]]:
-    """The number of prompts in the sources of a run file, nothing dropped, and a sample of them."""
+    """The number of prompts in the sources, nothing dropped, and a sample."""
     draw, count, sample = random.Random(config.seed), 0, list[Prompt]()
     of_sources = (
         islice((row for row in read_source(one) if isinstance(row, SourceRow)), one.max_prompts)
@@ -193,8 +180,8 @@ def count_needs(
     config: GenerateConfig,
     answer_tokens: int | None = None,
 ) -> Needs:
-    """Needs of num_prompts prompts, of which `prompts` are a sample. answer_tokens: the mean length
-    of answers, if known. Raises EmptyInputError when the template takes no prompt.
+    """Needs of num_prompts prompts, from a sample. Raises EmptyInputError if the template takes
+    none.
     """
     length = min(answer_tokens or config.max_tokens, config.max_tokens)
     merged = keeps_earlier_turns(chat)
@@ -222,8 +209,8 @@ def count_needs(
 def turn_lengths(
     prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int
 ) -> list[int] | None:
-    """Tokens before each answer, earlier answers at their stated length included. None where the
-    template refuses the prompt. Turns without room for an answer are left out, as in `generate`.
+    """Tokens before each answer, earlier answers included; None if the template refuses the prompt.
+    As in `generate`, turns without room for an answer are left out.
     """
     messages: list[Message] = (
         [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
@@ -243,9 +230,7 @@ def turn_lengths(
 
 
 def keeps_earlier_turns(chat: Chat) -> bool:
-    """Whether a conversation's next turn begins with the tokens of this one: then `capture` makes
-    one sample of both.
-    """
+    """Whether the next turn begins with this one's tokens: `capture` merges them."""
     messages: list[Message] = [
         {"role": "user", "content": FILLER},
         {"role": "assistant", "content": STAND_IN},
@@ -260,7 +245,7 @@ def keeps_earlier_turns(chat: Chat) -> bool:
 
 
 def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
-    """Bytes of all features, by the codec of the training part; the held-out part is lossless."""
+    """By the codec of the training part; the held-out part is lossless."""
     sizes = dict[CodecName, int]()
     for name in CODECS:
         trained = meta.model_copy(update={"codec": name})
@@ -271,7 +256,7 @@ def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dic
 
 
 def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
-    """Parameters of a new head for this target. Raises ConfigError (options that do not fit)."""
+    """Raises ConfigError."""
     config = HeadConfig.for_target(shape, options)
     shapes = expected_shapes(config).items()
     return sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))

@@ -1,11 +1,10 @@
-"""Feature shards: samples with hidden states on disk, read one by one, or many ahead, from any
-store.
+"""Feature shards: samples with hidden states on disk or in a store.
 
-    codecs   hidden states <-> bytes
-    sample   a sample, and what a source of samples offers
-    layout   a sample, a shard <-> bytes
-    writer   samples -> shards, resumed after the last whole one
-    reader   one sample by its number, or many in an order, read ahead
+codecs   hidden states <-> bytes
+sample   a sample, and what a source of samples offers
+layout   a sample, a shard <-> bytes
+writer   samples -> shards
+reader   shards -> samples
 """
 
 from eyas.shards.codecs import CODECS, Codec, CodecName

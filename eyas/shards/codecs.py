@@ -3,18 +3,12 @@
 A sample has four layers of hidden states: three taps of T rows and the last of K rows, K <= T, at
 `kept` positions.
 
-    raw        as they are
-    lossless   the byte with sign and exponent through zstd-1, the others, which are noise, as they
-               are
-    within4    4 % of error: each channel is rounded to multiples of a step that makes the root mean
-               square of the error 4 % of the channel's own size; what is rounded is the difference
-               to the layer below, times a fixed weight (DPCM: the prediction is from decoded
-               values, so errors do not add up); zstd-1 after it
-
-Residual streams of neighbouring taps are alike (r = .87 on the built-in target), so the difference
-has one bit less a number; and small multiples of a step are common and large ones rare, which an
-entropy coder uses and a plain int8 does not. Values beyond 127 steps are kept exactly: the
-activations of first tokens, a thousand times the others, come back to the bit.
+    raw        plain
+    lossless   the byte with sign and exponent by zstd-1, the others, which are noise, plain
+    within4    the difference to the layer below, times a fixed weight (DPCM from decoded values:
+               errors do not add up), in steps that make the root mean square of the error 4 % of
+               each channel's size, by zstd-1; values beyond 127 steps (the giant activations of
+               first tokens) are exact
 
 Letters: T rows of a tap, K of the last hidden state, L the four layers, H hidden size.
 """
@@ -33,15 +27,13 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
+NUM_LAYERS = 4  # three taps and the last
 LEVEL = 1  # of zstd: level 3 is larger and slower on this data
-BLOCK = 1 << 17  # numbers worked on at a time: what fits into a core's cache
-MAX_STEPS = 127
-ESCAPE = -128  # "kept exactly, beside"
-# The median of |x| where x is normal of size 1; unlike the mean square, it ignores a few giants.
-MEDIAN = 0.6745
-LARGEST_MEDIAN = np.float32(1e30)  # of a channel beyond it every number is kept exactly
-SIZED_ROWS = 1024  # from which a channel's size is taken
+BLOCK = 1 << 17  # numbers that fit into a core's cache
+MAX_STEPS, ESCAPE = 127, -128  # the code of an exact value
+MEDIAN = 0.6745  # of |x| where x is normal of size 1; it ignores a few giants
+LARGEST_MEDIAN = np.float32(1e30)  # beyond it a channel is exact
+SIZED_ROWS = 1024  # for a channel's size
 
 LayerStates = list[Tensor]
 Floats = NDArray[np.float32]
@@ -50,11 +42,7 @@ Bits = NDArray[Any]  # uint16 or uint32: the patterns of bfloat16 or float32
 
 @dataclass(frozen=True)
 class Tables:
-    """Step and weight of each layer and channel, float32 [L, H], fixed before the first sample.
-
-    Both are rounded to bfloat16, as they are stored, so that writer and reader compute with the
-    same numbers.
-    """
+    """Step and weight of each layer and channel, float32 [L, H], rounded to bfloat16 as stored."""
 
     step: Floats
     weight: Floats
@@ -64,37 +52,31 @@ class Tables:
         return cls(_widened(_upper_half(step)), _widened(_upper_half(weight)))
 
     def to_text(self) -> str:
-        return base64.b64encode(
-            np.stack([_upper_half(self.step), _upper_half(self.weight)]).tobytes()
-        ).decode()
+        halves = np.stack([_upper_half(self.step), _upper_half(self.weight)])
+        return base64.b64encode(halves.tobytes()).decode()
 
     @classmethod
     def from_text(cls, text: str, hidden_size: int) -> Tables:
-        """The inverse. Raises ValueError."""
+        """Raises ValueError."""
         halves = np.frombuffer(base64.b64decode(text, validate=True), dtype="<u2")
         step, weight = _widened(halves.reshape(2, NUM_LAYERS, hidden_size))
         return cls(step, weight)
 
 
 class Codec(Protocol):
-    """encode and decode are inverse up to the codec's error."""
-
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
-        """layers: four [rows, H] in the dtype that is stored; kept: bool [T], which rows of the
-        third are beside rows of the fourth. Returns a multiple of 8 bytes."""
+        """layers: four [rows, H]; kept: bool [T], the tap rows with a last hidden state. Returns a
+        multiple of 8 bytes.
+        """
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
-        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
-        bytes that this codec did not make.
-        """
+        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError."""
 
 
 def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) -> Tables:
-    """The tables of an inexact codec from a split's first samples, as pairs of layers and kept (see
-    Codec.encode).
-    """
+    """The tables of an inexact codec, from a split's first samples (layers, kept)."""
     rows = [
-        torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)
+        torch.cat(parts).float() for parts in zip(*(layers for layers, _ in samples), strict=True)
     ]
     beside = torch.cat([layers[2][kept] for layers, kept in samples]).float()
     pairs = [(rows[0], rows[1]), (rows[1], rows[2]), (beside, rows[3])]
@@ -106,7 +88,7 @@ def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) ->
 
 
 def _size(rows: Tensor) -> Floats:
-    """Of each channel, as a standard deviation, never zero: [n, H] -> [H]."""
+    """The standard deviation of each channel, never zero: [n, H] -> [H]."""
     if not len(rows):
         return np.ones(rows.shape[1], np.float32)
     some = rows[:: max(1, len(rows) // SIZED_ROWS)].nan_to_num().abs().T.contiguous().numpy()
@@ -118,22 +100,18 @@ def _size(rows: Tensor) -> Floats:
 
 
 def _slope(below: Tensor, above: Tensor) -> Floats:
-    """How much of the layer below to expect in a channel, least squares without the giants: [n, H],
-    [n, H] -> [H].
-    """
+    """Least squares of `above` on `below`, without giants: [n, H], [n, H] -> [H]."""
     if not len(above):
         return np.zeros(above.shape[1], np.float32)
-    limits = [6 * torch.from_numpy(_size(rows)) for rows in (below, above)]
-    x, y = (
-        rows.nan_to_num().clamp(-limit, limit)
-        for rows, limit in zip((below, above), limits, strict=True)
-    )
+    limits = (6 * torch.from_numpy(_size(rows)) for rows in (below, above))
+    pairs = zip((below, above), limits, strict=True)
+    x, y = (rows.nan_to_num().clamp(-limit, limit) for rows, limit in pairs)
     slope: Floats = ((x * y).sum(0) / x.square().sum(0).clamp(min=1e-12)).numpy()
     return slope
 
 
 class Raw:
-    """The numbers as they are: two ordinary tensors, the taps side by side, then the last."""
+    """Two tensors: the taps side by side, then the last hidden state."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, _: Tables | None = None) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -149,9 +127,7 @@ class Raw:
 
 
 class Lossless:
-    """Byte planes: of each number the highest byte (sign and exponent) compressed, the rest as it
-    is.
-    """
+    """The highest byte of each number (sign and exponent) compressed, the others plain."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, _: Tables | None = None) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -180,7 +156,7 @@ class Lossless:
 
 
 class Within:
-    """Steps of the difference to the layer below, compressed; see the top of this file."""
+    """Steps of the difference to the layer below, compressed."""
 
     def __init__(self, _: int, dtype: torch.dtype, tables: Tables | None) -> None:
         assert tables is not None
@@ -190,7 +166,7 @@ class Within:
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         parts: list[bytes] = []
         below: Floats | None = None
-        # of giants and NaN, which are kept beside
+        # giants and NaN are kept exactly
         with np.errstate(invalid="ignore", over="ignore"):
             for number, layer in enumerate(layers):
                 below = below[kept.numpy()] if number == 3 and below is not None else below
@@ -202,7 +178,7 @@ class Within:
     def _encode(
         self, number: int, values: Floats, below: Floats | None
     ) -> tuple[NDArray[np.int8], bytes, Floats]:
-        """Codes [rows, H], the bytes of what is exact, and what `decode` will make of both."""
+        """Codes [rows, H], the bytes of exact values, and what `decode` makes of both."""
         codes, decoded = np.empty(values.shape, np.int8), np.empty_like(values)
         for block in _blocks(*values.shape):
             expected = None if below is None else below[block] * self._weight[number]
@@ -233,7 +209,7 @@ class Within:
     def _decode(
         self, number: int, codes: NDArray[np.int8], exact: Bits, below: Floats | None
     ) -> tuple[Bits, Floats]:
-        """The inverse of `_encode`: a layer as it is stored, and in float32 for the layer above."""
+        """A layer as stored, and in float32 for the layer above."""
         decoded = np.empty(codes.shape, np.float32)
         out: Bits = np.empty(codes.shape, f"<u{self._dtype.itemsize}")
         is_half = out.dtype == np.uint16
@@ -249,15 +225,14 @@ class Within:
         return out, decoded
 
 
-# The table of codecs. Another one is a name here and an entry below.
+# another codec is a name here and an entry below
 CodecName = Literal["raw", "lossless", "within4"]
 
 
 @dataclass(frozen=True, slots=True)
 class CodecKind:
-    """make: (hidden_size, dtype, tables) -> Codec. share: its bytes by those of raw hidden states,
-    on the built-in target (benchmarks/codecs.py). error: root mean square by a channel's size; 0 is
-    exact, and needs no tables.
+    """make: (hidden_size, dtype, tables) -> Codec. share: bytes / raw bytes on the built-in target
+    (benchmarks/codecs.py). error: root mean square / a channel's size; 0 is exact, without tables.
     """
 
     make: Callable[[int, torch.dtype, Tables | None], Codec]
@@ -272,11 +247,8 @@ CODECS: dict[CodecName, CodecKind] = {
 }
 
 
-# Bytes and bits
-
-
 def padded(data: bytes) -> bytes:
-    """With zeros behind it, up to a multiple of 8."""
+    """With zeros up to a multiple of 8."""
     return data + bytes(-len(data) % 8)
 
 
@@ -287,7 +259,7 @@ def join_parts(parts: Sequence[bytes]) -> bytes:
 
 
 def split_parts(data: memoryview, count: int) -> Iterator[memoryview]:
-    """The `count` parts of `join_parts`. Raises ValueError when they do not fit."""
+    """Raises ValueError if lengths and bytes do not fit."""
     at = 4 * count
     if len(data) < at:
         raise ValueError("a sample has fewer bytes than the lengths of its parts take")
@@ -300,7 +272,7 @@ def split_parts(data: memoryview, count: int) -> Iterator[memoryview]:
 
 
 class _Zstd(threading.local):
-    """For each thread, as they are not to be shared; to make one costs as much as a use."""
+    """Contexts are not shared by threads, and making one costs as much as a use."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -316,7 +288,7 @@ def squeeze(plane: NDArray[np.uint8] | NDArray[np.int8]) -> bytes:
 
 
 def expand(part: memoryview, size: int) -> NDArray[np.uint8]:
-    """The inverse of `squeeze`, of `size` bytes. Raises ValueError, zstandard.ZstdError."""
+    """Raises ValueError, zstandard.ZstdError."""
     plane = np.frombuffer(_zstd.decompressor.decompress(part), dtype=np.uint8)
     if len(plane) != size:
         raise ValueError(f"a compressed plane has {len(plane)} bytes in place of {size}")
@@ -344,9 +316,7 @@ def _tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
 
 
 def _upper_half(x: Floats) -> Bits:
-    """float32 -> bfloat16, halves away from zero: two operations less than to the even one, on what
-    is rounded already.
-    """
+    """float32 -> bfloat16, halves away from zero: two operations fewer than to even."""
     bits = np.ascontiguousarray(x).view(np.uint32) + np.uint32(0x8000)
     halves: Bits = np.right_shift(bits, 16, out=bits).astype("<u2")
     return halves

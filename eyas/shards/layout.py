@@ -1,15 +1,14 @@
-"""The layout: a sample as one range of bytes, fifty of them as an ordinary safetensors file.
+"""The layout: a sample is one range of bytes, fifty samples an ordinary safetensors file.
 
     train-00000.safetensors  train-00001.safetensors  ...  train.index.json    held_out likewise
 
     shard    [header length, 8 bytes][header, JSON][sample 0][sample 1] ...
-    sample   [token_ids i32 T][labels i32 T][hidden states, as the codec makes them]
-    labels   loss_mask + 2 x (argmax + 1): the target's best next token, or 0 where it is not known
+    sample   [token_ids i32 T][labels i32 T][hidden states by the codec]; a multiple of 8 bytes
+    labels   loss_mask + 2 x (argmax + 1): the target's best next token, or 0 if unknown
+             (version 2: loss_mask)
 
-A sample is one contiguous range of bytes, so one request reads it and nothing else; its length is a
-multiple of 8, which keeps each tensor aligned without gaps. Version 2 has the mask alone as labels.
-The index holds range and SHA-256 of each sample; a shard's own header holds the same for its
-samples, so a shard is whole or absent and a killed writer goes on after the last one.
+Index and header hold range and SHA-256 of each sample: one request reads a sample, and a killed
+writer goes on after the last whole shard.
 
 Letters: T sequence, K tokens whose last hidden state is kept, Ht target hidden size.
 """
@@ -53,7 +52,7 @@ class Entry(BaseModel):
 
 
 class EncodedSample(NamedTuple):
-    """A sample's bytes, and its entry without a place."""
+    """Its entry has no place yet."""
 
     entry: Entry
     data: bytes
@@ -65,26 +64,24 @@ def index_name(split: Split) -> str:
 
 
 def kept_of(loss_mask: Tensor, meta: FeatureMeta) -> Tensor:
-    """bool [T]: the tokens whose last hidden state is kept."""
+    """bool [T]: the tokens whose last hidden state is stored."""
     return teacher_mask(loss_mask) if meta.teacher == "supervised" else torch.ones_like(loss_mask)
 
 
 def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
-    """What a codec takes: three taps [T, Ht] and the last hidden states [K, Ht] in the dtype of
-    `meta`, on the CPU, and kept bool [T].
-    """
+    """For a codec: three taps [T, Ht], the last hidden states [K, Ht] and kept bool [T]."""
     length, hidden, dtype = len(sample.token_ids), meta.hidden_size, DTYPES[meta.dtype]
     assert sample.loss_mask.shape == (length,)
     assert sample.aux_hidden.shape == (length, 3 * hidden)
     assert sample.last_hidden.shape == (length, hidden)
-    kept, last = kept_of(sample.loss_mask, meta), sample.last_hidden
-    last = last if meta.teacher == "everywhere" else last[kept]
+    kept = kept_of(sample.loss_mask, meta)
+    last = sample.last_hidden if meta.teacher == "everywhere" else sample.last_hidden[kept]
     taps = sample.aux_hidden.to(dtype).cpu().view(length, 3, hidden).unbind(1)
     return [*taps, last.to(dtype).cpu()], kept
 
 
 def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
-    """The sample as a shard will hold it. Features are cast to the dtype of `meta` first."""
+    """A sample's bytes, in the dtype of `meta`."""
     layers, kept = layers_of(sample, meta)
     labels = sample.loss_mask + 2 * (sample.argmax + 1)
     tokens = torch.cat([sample.token_ids.to(torch.int32), labels.to(torch.int32)]).cpu()
@@ -104,9 +101,7 @@ def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
 def decode_sample(
     data: bytes, entry: Entry, meta: FeatureMeta, codec: Codec | None = None
 ) -> Sample:
-    """The inverse of `encoded`, up to the codec's error. Raises ValueError for bytes of
-    another making.
-    """
+    """The inverse of `encoded`, up to the codec's error. Raises ValueError."""
     assert len(data) == entry.size
     length, hidden = entry.length, meta.hidden_size
     token_ids, loss_mask, argmax = decode_tokens(data[: TOKEN_BYTES * length])
@@ -124,14 +119,14 @@ def decode_sample(
 
 
 def decode_tokens(data: bytes) -> tuple[Tensor, Tensor, Tensor]:
-    """token_ids int32 [T], loss_mask bool [T], argmax int32 [T] of a sample's first 8 T bytes."""
+    """token_ids int32 [T], loss_mask bool [T], argmax int32 [T] from 8 T bytes."""
     token_ids, labels = torch.frombuffer(bytearray(data), dtype=torch.int32).view(2, -1)
     return token_ids, (labels & 1).bool(), (labels >> 1) - 1
 
 
 def shard_head(entries: Sequence[Entry], meta: FeatureMeta, tables: Tables | None) -> bytes:
-    """What comes before the samples; the entries' starts count from the end of it. Its table of
-    tensors has those of raw features themselves; of others, one of bytes.
+    """The header; entries' starts count from its end. Its table lists the tensors of raw features;
+    of others, one of bytes.
     """
     hidden, dtype = meta.hidden_size, DTYPES[meta.dtype]
     own = {

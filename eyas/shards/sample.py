@@ -23,12 +23,11 @@ NONE_KNOWN = torch.empty(0, dtype=torch.int32)  # of a sample's best tokens
 
 
 class FeatureMeta(BaseModel):
-    """What the features are of: `taps` are after_layer indices, `last_hidden` is after the target's
-    final norm.
+    """taps: after_layer indices; `last_hidden` is after the target's final norm.
 
-    codec: how hidden states are stored. teacher: where the last hidden state is stored:
-    "supervised" is every token under the loss mask and its two neighbours, which is all that any
-    form of the objective and `eyas eval` read; elsewhere it reads as zeros.
+    codec: of hidden states. teacher: where the last hidden state is stored: "supervised" is every
+    token under the loss mask and its two neighbours (all that training and `eyas eval` read);
+    others read as zeros.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -44,7 +43,6 @@ class FeatureMeta(BaseModel):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the codec gives every bit back."""
         return CODECS[self.codec].error == 0
 
     @property
@@ -53,24 +51,19 @@ class FeatureMeta(BaseModel):
 
     @property
     def bytes_per_token(self) -> int:
-        """Stored, every token supervised: exact for "raw", otherwise what the codec made of the
-        built-in target's features.
-        """
+        """Stored, all tokens supervised; an estimate, exact for "raw"."""
         return 8 + round(CODECS[self.codec].share * (self.decoded_bytes_per_token - 8))
 
     def coder(self, tables: Tables | None = None) -> Codec:
-        """The codec of these features; tables: see `codecs.calibrate`."""
+        """tables: see `codecs.calibrate`."""
         return CODECS[self.codec].make(self.hidden_size, DTYPES[self.dtype], tables)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation with the target's hidden states.
-
-    token_ids int32 [T]; loss_mask bool [T], true on the tokens that the target wrote (several spans
-    where several turns are the target's); aux_hidden [T, 3*Ht], the three taps side by side;
-    last_hidden [T, Ht]. `source` is the data set. argmax int32 [T]: the target's best next token
-    behind each, -1 where it is not known; none is by default.
+    """token_ids int32 [T]; loss_mask bool [T], true on the tokens that the target wrote; aux_hidden
+    [T, 3*Ht], the three taps side by side; last_hidden [T, Ht]; source: the data set; argmax int32
+    [T]: the target's best next token, -1 if unknown.
     """
 
     key: str
@@ -88,9 +81,7 @@ class Sample:
 
 
 def teacher_mask(loss_mask: Tensor) -> Tensor:
-    """bool [T]: the supervised tokens and the neighbours of each, where some form of the objective
-    asks the teacher.
-    """
+    """bool [T]: the supervised tokens and their neighbours, which the objective reads."""
     near = loss_mask.clone()
     near[1:] |= loss_mask[:-1]
     near[:-1] |= loss_mask[1:]
@@ -101,24 +92,20 @@ class FeatureSource(Protocol):
     """The samples of one split, by number."""
 
     @property
-    def meta(self) -> FeatureMeta:
-        """What the features are features of."""
+    def meta(self) -> FeatureMeta: ...
 
     @property
     def inputs(self) -> Mapping[str, Manifest]:
-        """For the identity of what is made from them: {"features": a manifest of stage `capture`},
-        without a url where the features were never stored. Equal ones mean equal features.
+        """For identities: {"features": a manifest of stage `capture`}. Equal ones mean equal
+        features.
         """
 
     @property
-    def lengths(self) -> list[int]:
-        """T of each sample, without computing or reading one."""
+    def lengths(self) -> list[int]: ...
 
-    def __len__(self) -> int:
-        """The number of samples."""
+    def __len__(self) -> int: ...
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """token_ids int32 [T] and loss_mask bool [T] of every sample in order: cheap, to count."""
+        """token_ids int32 [T] and loss_mask bool [T] of every sample: cheap."""
 
-    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
-        """The samples of each list of numbers; to go on after n batches, give batches[n:]."""
+    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]: ...

@@ -1,8 +1,5 @@
-"""The writer: samples of one split into shards, in order; after a killed writer it goes on after
-the last whole shard.
-
-It holds one shard in memory, and at the beginning of a split the samples that a codec is calibrated
-on.
+"""Samples of one split into shards, in order; a killed writer goes on after the last whole one. It
+holds one shard in memory, and the first samples until a codec is calibrated.
 """
 
 from __future__ import annotations
@@ -25,23 +22,21 @@ from eyas.shards.layout import (
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
 log = logging.getLogger(__name__)
-SHARD_BYTES = 128 << 20  # a shard ends with the sample that makes it larger than this
+SHARD_BYTES = 128 << 20  # the sample that exceeds it ends a shard
 CALIBRATION_TOKENS = 4096
 
 
 class ShardWriter:
     """Adds samples, then `close` writes the index.
 
-    The caller adds the same samples in the same order in every run and leaves out those whose key
-    is in `keys`; the files are then the same, byte for byte, however often a run was interrupted.
-
-    codec: None until an inexact one is calibrated. Who has it may encode in another process.
+    The caller adds the same samples in the same order in every run, without those in `keys`: then
+    the files are the same byte for byte after any interruption. codec: None until calibrated.
     """
 
     def __init__(
         self, artifact: Artifact, split: Split, meta: FeatureMeta, samples_per_shard: int = 50
     ) -> None:
-        """Raises CorruptError for a shard that is there and cannot be read."""
+        """Raises CorruptError for an unreadable shard."""
         self._artifact, self._split, self.meta = artifact, split, meta
         self._samples_per_shard = samples_per_shard
         self._entries: list[Entry] = []
@@ -65,9 +60,7 @@ class ShardWriter:
         return f"{self._split}-{self._num_shards:05d}.safetensors"
 
     def add(self, sample: Sample | EncodedSample) -> None:
-        """Append a sample, or what `codec` made of it. Raises StorageFullError; whole shards are
-        kept.
-        """
+        """A sample, or its encoding by `codec`. Raises StorageFullError; whole shards are kept."""
         key = sample.key if isinstance(sample, Sample) else sample.entry.key
         assert key not in self.keys, f"sample {key} twice"
         self.keys.add(key)
@@ -81,7 +74,6 @@ class ShardWriter:
                 self._calibrate()
 
     def close(self) -> None:
-        """Write what is pending, then the index of all shards."""
         if self._uncoded:
             self._calibrate()
         if self._pending:
@@ -95,9 +87,8 @@ class ShardWriter:
         self._artifact.write_json(index_name(self._split), index)
 
     def _calibrate(self) -> None:
-        self._tables = calibrate(
-            self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded]
-        )
+        layers = [layers_of(sample, self.meta) for sample in self._uncoded]
+        self._tables = calibrate(self.meta.codec, layers)
         self.codec = self.meta.coder(self._tables)
         waiting, self._uncoded = self._uncoded, []
         for sample in waiting:
@@ -112,7 +103,7 @@ class ShardWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """The shard, then a note with its checksum, so that a resumed run need not read it."""
+        """The note holds the checksum, so that a resumed run need not read the shard."""
         name, entries = self._shard_name, [entry for entry, _ in self._pending]
         head = shard_head(entries, self.meta, self._tables)
         self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
@@ -123,10 +114,8 @@ class ShardWriter:
         self._pending.clear()
 
     def _found(self, name: str) -> list[Entry] | None:
-        """The samples of a shard that an earlier run wrote; None where there is none, or only half
-        of one.
-
-        A whole one has a note beside it, unless the run was killed between the two.
+        """An earlier run's entries; None without a whole shard. A whole one has a note, unless the
+        run was killed between the two.
         """
         if not self._artifact.exists(name):
             return None
@@ -148,7 +137,6 @@ class ShardWriter:
         return entries
 
     def _read_head(self, name: str) -> list[Entry]:
-        """Raises one of four kinds of error for a file that is no whole shard."""
         size = int.from_bytes(self._artifact.read_range(name, 0, 8), "little")
         own = json.loads(self._artifact.read_range(name, 8, 8 + size))["__metadata__"]
         entries = [

@@ -24,10 +24,8 @@ from eyas.train.step import LossModule, PlannedBatch
 
 
 class BatchConfig(BaseModel):
-    """The sizes of a batch and of a step.
-
-    tokens: at most so many in a batch, padding included; choose what one device can hold. per_step:
-    batches of one update of the weights, shared by the ranks.
+    """tokens: at most so many in a batch, padding included; choose what one device can hold.
+    per_step: batches of one update of the weights, shared by the ranks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,10 +35,8 @@ class BatchConfig(BaseModel):
 
 
 def survey(source: FeatureSource) -> tuple[Tensor, dict[int, int]]:
-    """Read all tokens once: how often each is in an answer, and which samples can be trained on.
-
-    Returns counts int64 [V] under the loss mask, and of the samples that have a judged position
-    number -> answer tokens. Raises EmptyInputError if there is none.
+    """Read all tokens once: counts int64 [V] under the loss mask, and {sample: answer tokens} of
+    those with a judged position. Raises EmptyInputError if there is none.
     """
     counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
     usable: dict[int, int] = {}
@@ -59,10 +55,9 @@ def survey(source: FeatureSource) -> tuple[Tensor, dict[int, int]]:
 def plan_steps(
     config: BatchConfig, epochs: Sequence[Sequence[int]], lengths: Sequence[int], seed: int
 ) -> list[list[list[int]]]:
-    """The whole run: for each step, for each of its batches, the sample numbers.
+    """For each step, for each of its batches, the sample numbers. The last step may be smaller.
 
-    epochs: the sample numbers of each epoch. lengths: tokens of each sample. The last step may have
-    fewer batches.
+    epochs: sample numbers of each. lengths: tokens of each sample.
     """
     batches: list[list[int]] = []
     for epoch, numbers in enumerate(epochs):
@@ -76,16 +71,12 @@ def plan_steps(
 
 
 def feed(
-    reader: Generator[list[Sample]],
-    sizes: Sequence[int],
-    first_step: int,
-    module: LossModule,
+    reader: Generator[list[Sample]], sizes: Sequence[int], first_step: int, module: LossModule
 ) -> Generator[list[PlannedBatch]]:
-    """For each step, from `first_step` on, its next sizes[i] batches of a FeatureSource on the
-    module's device, with their plans.
+    """For each step from `first_step` on, sizes[i] batches on the module's device, with their
+    plans.
 
-    A thread makes them, BATCHES_AHEAD steps before they are asked for, and on a GPU copies them
-    beside what that computes. The reader is closed with it, or by its error.
+    A thread makes them BATCHES_AHEAD steps ahead; on a GPU it copies beside the computation.
     """
     is_gpu = module.embed_tokens.is_cuda
     copies = torch.cuda.Stream(module.embed_tokens.device) if is_gpu else None  # type: ignore[no-untyped-call]

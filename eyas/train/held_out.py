@@ -1,8 +1,5 @@
-"""tau and loss on held-out conversations, measured by all ranks; tau in the chains of
-`operators.chain`.
-
-The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as
-far as equal weights give equal drafts.
+"""tau and loss on held-out conversations. Counts are integers and batches do not depend on the
+number of ranks, so tau does not either, as far as equal weights give equal drafts.
 """
 
 from __future__ import annotations
@@ -29,14 +26,12 @@ MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 
 @dataclass(frozen=True)
 class HeldOutSample:
-    """MEASURED_SAMPLES conversations of a source."""
-
     source: FeatureSource
     batch_tokens: int
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Of the conversations; always the same ones."""
+        """Of the conversations, the same in every run."""
         seed = int.from_bytes(hashlib.sha256(b"0/0").digest()[:16], "big")
         order = np.random.default_rng(seed).permutation(len(self.source))
         return sorted(order[:MEASURED_SAMPLES].tolist())
@@ -48,7 +43,7 @@ class HeldOutSample:
         """
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
-        counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
+        counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)
         embed_tokens = module.vocabulary.embed_tokens
         device, dtype = embed_tokens.device, module.embed_tokens.dtype
         ones_K = torch.ones(module.config.num_ttt_steps, dtype=torch.int64)
@@ -60,7 +55,7 @@ class HeldOutSample:
                 batch, teacher = planned.batch, module.teach(planned)
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     spans = matched_spans(module.head, embed_tokens, batch, MEASURED_STEPS)
-                # not through torch's sharding: ranks have different numbers of batches
+                # without torch's sharding: ranks have different numbers of batches
                 loss = module.forward(batch, teacher, ones_K)
                 by_step = torch.stack([loss.step_losses.double(), loss.num_trained.double()])
                 sums += by_step.cpu()

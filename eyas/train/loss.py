@@ -6,22 +6,14 @@
     slot t at step i is judged at s = t + 1 + i: its draft of x_{t+2+i} against the target's logits
     at s
 
-At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
-target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
-more. A slot whose target argmax is outside the draft vocabulary carries no loss and counts as a
-miss.
-docs/decisions/training.md says where the reference leaves a choice.
-
-Nothing as wide as a vocabulary is kept: logits exist for some rows at a time.
-
-Which slots are unrolled and judged follows from masks and the number of the training step.
-`plan_of` makes these tables on the CPU, beside the batch, and rounds their sizes up: the step has
-few shapes, none that depends on what a device computes, and waits for no device. What the tables
-hold too much has the weight 0.
+At step 0 this is what serving asks of a head: x_{t+1} is the target's token, x_{t+2} the first
+draft. A slot whose target argmax is no draft token carries no loss and counts as a miss. Logits
+exist for some rows at a time. `plan_of` makes the tables of slots on the CPU, beside the batch,
+with sizes rounded up by filler of weight 0: few shapes, and no step waits for the device.
 
 Letters: B batch, T sequence, M = B T, K steps, N slots unrolled, P judged positions, S judged slots
-of all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 *
-the target's hidden size, V target vocabulary, W draft vocabulary.
+of all steps, R some rows of P or S, U the distinct teacher's rows of R, H hidden, V target
+vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -43,28 +35,25 @@ from eyas.operators.ttt import Slots, by_rows, unroll
 from eyas.operators.vocab import TargetVocabulary, products
 
 STEP_DECAY = 0.8  # the weight of step i is its i-th power, as in the reference
-# R x W of `Distillation` at a time, by device type: more rows sum lm_head's gradient less often
+# R x W of `Distillation`: more rows sum lm_head's gradient less often
 LOGITS_AT_ONCE = {"cpu": 1 << 25}
 LOGITS_AT_ONCE_ELSEWHERE = 1 << 27
 LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
-# N, P and S are multiples of it: few sizes. oneDNN keeps code and buffers for each, a GPU's
-# compiler code and its allocator blocks. U is one of a sixteenth of it.
+# of N, P and S (U: of a sixteenth): oneDNN, compilers and allocators keep something for each size
 ROWS_IN_STEPS_OF = {"cpu": 128}
 ROWS_IN_STEPS_OF_ELSEWHERE = 512
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without their whole part, fill [0, 1) evenly
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # the fractions of its multiples fill [0, 1) evenly
 
 
 class ObjectiveConfig(BaseModel):
     """The loss: EAGLE-3's reference, except for the loss mask, the mean over judged slots, and the
     defaults of what follows (docs/decisions/training.md).
 
-    num_ttt_steps: K. later_steps: with `all` every step unrolls all slots; with `sampled` step i
-    unrolls only the share .8 ** i, other slots in every training step: the same loss on average,
-    for little more than half of the work. weight_decay: of all weights but norms, times the
-    learning
-    rate (decoupled, as in AdamW). recompute: keep little of each step of the unroll for the
-    backward and compute the rest again: the same loss but for rounding, in a fraction of the
-    memory.
+    num_ttt_steps: K. later_steps: `all` unrolls all slots at every step; `sampled` a share .8 ** i
+    at step i, drawn anew in every training step: the same loss on average for little more than half
+    of the work. weight_decay: of all weights but norms, times the learning rate (decoupled, as in
+    AdamW). recompute: store little of each step and compute it again in the backward: the same loss
+    but for rounding, in a fraction of the memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,15 +65,14 @@ class ObjectiveConfig(BaseModel):
 
 
 class StepPlan(NamedTuple):
-    """The tables of a batch's step; all int32, on the batch's device.
+    """The tables of a batch's step; int32, on the batch's device.
 
-    position_P: the judged positions of the stream of M tokens. slots_K: the slots to unroll at each
-    step. tokens_K: the token that each of them embeds; at step 0 that of all M. pick_S: of the
-    outputs of all steps those that are judged, in the order of their teacher's row. row_S: that row
-    of the P. step_S: the step; K where the table is filled up. blocks: for each R of the S the
-    distinct rows [U], and where among these each is [R]. counts: judged slots of each step [K],
-    samples, tokens without padding. argmax_P: the target's best tokens, where the features have all
-    of them.
+    position_P: judged positions in the stream of M tokens. slots_K: slots to unroll at each step.
+    tokens_K: the tokens that they embed; at step 0 all M. pick_S: the judged outputs of all steps,
+    in the order of their teacher's row. row_S: that row of the P. step_S: the step; K in filler.
+    blocks: for each R of the S the distinct rows [U], and the place of each in them [R]. counts:
+    judged slots of each step [K], samples, tokens without padding. argmax_P: the target's best
+    tokens, if all are stored.
     """
 
     position_P: Tensor
@@ -100,11 +88,10 @@ class StepPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target at the P judged positions of a plan.
+    """The target at the P judged positions.
 
-    hidden_PH: its last hidden states there, as stored. argmax_P: its best token in the whole
-    vocabulary. position_mask_P: bool, whether that token is in the draft vocabulary, which has the
-    target's ids_W.
+    hidden_PH: its last hidden states, as stored. argmax_P: its best tokens. position_mask_P: bool,
+    whether these are draft tokens. ids_W: the draft tokens' ids in the target.
     """
 
     plan: StepPlan
@@ -116,21 +103,20 @@ class Teacher:
 
     @property
     def draft_rows_WH(self) -> Tensor:
-        """The rows of the target's lm_head for the draft's tokens, taken anew at each call."""
+        """lm_head's rows of the draft tokens, gathered anew at each call."""
         return self.vocabulary.lm_head.index_select(0, self.ids_W)
 
     def probabilities(self, rows_R: Tensor, draft_rows_WH: Tensor) -> Tensor:
-        """The target's softmax over the draft's tokens alone [R, W], at rows_R of the P."""
+        """The target's softmax over the draft tokens alone [R, W], at rows_R of the P."""
         logits_RW = products(self.hidden_PH.index_select(0, rows_R), draft_rows_WH)
         return self.vocabulary.capped(logits_RW).softmax(-1)
 
 
 class BatchLoss(NamedTuple):
-    """The loss of a batch, a scalar with a gradient, and figures of each step [K].
+    """The loss, a scalar with a gradient, and figures of each step [K]: the mean loss; judged
+    slots; those that carry loss; of these, drafts equal to the target's argmax.
 
-    step_losses: the mean loss. num_judged: judged slots. num_trained: those that carry loss.
-    num_hits: of these, drafts equal to the target's argmax. A tuple, so that FSDP2 finds the loss
-    in it and hooks into its backward.
+    A tuple, so that FSDP2 finds the loss in it and hooks into its backward.
     """
 
     loss: Tensor
@@ -141,16 +127,14 @@ class BatchLoss(NamedTuple):
 
 
 def judged_positions(loss_mask_BT: Tensor) -> Tensor:
-    """bool [B, T]: the positions s > 0 whose prediction of x_{s+1} is trained on: where x_s and
-    x_{s+1} are under the mask, a bool [B, T] that is false in padding.
-    """
+    """bool [B, T]: positions s > 0 with x_s and x_{s+1} under the mask."""
     judged_BT = loss_mask_BT & shifted(loss_mask_BT, 1)
     judged_BT[:, 0] = False
     return judged_BT
 
 
 def shifted(x_BT: Tensor, by: int) -> Tensor:
-    """[B, T] -> [B, T]: column t holds x_BT[:, t + by], or 0 (False) beyond the end."""
+    """[B, T] -> [B, T]: column t holds x_BT[:, t + by], or 0 beyond the end."""
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])))
 
 
@@ -159,8 +143,7 @@ def plan_of(
 ) -> StepPlan:
     """The plan of a batch on the CPU, for a head of this shape.
 
-    draw: in [0, 1), which slots continue where later steps are sampled. kind: the type of the
-    device that the plan is for.
+    draw: in [0, 1), which slots later steps continue. kind: of the device that computes.
     """
     size = ROWS_IN_STEPS_OF.get(kind, ROWS_IN_STEPS_OF_ELSEWHERE)
     judged_BT = judged_positions(batch.loss_mask_BT)
@@ -197,37 +180,34 @@ def plan_of(
         filled(step_O[pick_S], size, config.num_ttt_steps).int(),
         tuple(blocks),
         torch.cat([num_judged, sizes]).int(),
-        # of no judged position what fills stands at one without a best token, and counts nowhere
+        # clamp: without judged positions the filler has no best token, and counts nowhere
         batch.argmax_BT.flatten()[position_P].clamp(min=0) if (argmax_P >= 0).all() else None,
     )
 
 
 def filled(x: Tensor, size: int, value: int) -> Tensor:
-    """x [N] with this value behind it, up to a multiple of `size` above 0."""
+    """x [N] padded with this value to a multiple of `size` above 0."""
     return F.pad(x, (0, -len(x) % size if len(x) else size), value=value)
 
 
 @torch.no_grad()
 def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, plan: StepPlan) -> Teacher:
-    """What the losses of a batch need from the target, at its judged positions.
+    """The target at the plan's judged positions.
 
-    Where the plan has no argmax it is that of logits in float32, or lm_head's precision if that is
-    wider; call it outside autocast. Of equal logits the smallest id wins.
+    Without stored best tokens: argmax of logits in float32, or wider with lm_head; call it outside
+    autocast. Of equal logits the smallest id wins.
     """
     hidden_PH = batch.last_hidden_BTH.flatten(0, 1).index_select(0, plan.position_P)
-    argmax_P = plan.argmax_P
-    if argmax_P is None:
-        argmax_P = vocabulary.best(hidden_PH)
+    argmax_P = vocabulary.best(hidden_PH) if plan.argmax_P is None else plan.argmax_P
     in_draft_P = head.t2d.index_select(0, argmax_P)
     return Teacher(plan, hidden_PH, argmax_P, in_draft_P, vocabulary, head.target_ids_W)
 
 
 def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cross entropies [R] of draft logits, their gradient by the logits [R, W], and the argmax
-    [R].
+    """Cross entropies [R], their gradient by the logits [R, W], and the argmax [R].
 
-    Logits are float32 or wider. With q the draft's softmax and p_RW the target's over the draft
-    vocabulary alone, the loss is -sum_w p_w log q_w.
+    Logits are float32 or wider. The loss is -sum_w p_w log q_w, q the draft's softmax, p_RW the
+    target's over the draft vocabulary.
     """
     q_RW = logits_RW.softmax(-1)
     best_R, choice_R = logits_RW.max(-1)
@@ -237,11 +217,11 @@ def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Distillation(torch.autograd.Function):
-    """lm_head and loss in one function: hidden states [S, H] -> loss, without logits [S, W].
+    """lm_head and loss in one: hidden states [S, H] -> loss, without logits [S, W].
 
-    Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S]. The
-    gradients of the rows and of lm_head are computed in the forward, R rows at a time. Rows are in
-    the plan's order, so that a teacher's row is computed once for all steps that share it.
+    Returns the weighted sum (a scalar), and of each row loss and argmax [S]. The forward computes
+    the gradients, R rows at a time, in the plan's order: a teacher's row is computed once for all
+    steps that share it.
     """
 
     @staticmethod
@@ -273,7 +253,6 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """grads: those of the three outputs; only the first, the sum's, is used."""
         grad_SH, grad_WH = ctx.saved_tensors
         by_rows = None if grad_SH is None else grad_SH * grads[0].to(grad_SH.dtype)
         return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None
@@ -282,7 +261,7 @@ class Distillation(torch.autograd.Function):
 def block_losses(
     logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`part_losses`, some rows at a time, on a GPU compiled into a few kernels."""
+    """`part_losses` some rows at a time; on a GPU compiled."""
     if logits_RW.is_cuda:
         return compiled_losses()(logits_RW, weight_R, p_UW, of_R)
     at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
@@ -297,8 +276,8 @@ def block_losses(
 def part_losses(
     logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The losses and the argmax [R] of rows of logits, which are overwritten by the gradient of the
-    weighted losses. p_UW: the teacher's rows; of_R: that of each row.
+    """Losses and argmax [R] of logits, which are overwritten by the gradient of the weighted
+    losses. p_UW: the teacher's rows; of_R: that of each row.
     """
     p_RW = p_UW.index_select(0, of_R)
     losses_R, grad_RW, choice_R = loss_rows(logits_RW.to(p_RW.dtype), p_RW)
@@ -320,11 +299,11 @@ def batch_loss(
     config: ObjectiveConfig,
     divisor_K: Tensor | None = None,
 ) -> BatchLoss:
-    """The loss of a batch: sum_i STEP_DECAY^i * mean loss of the slots of step i that carry loss.
+    """sum_i STEP_DECAY^i * mean loss of the slots of step i that carry loss.
 
     Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
-    target's, for a head that has none of its own; the unroll starts in its dtype. divisor_K: the
-    sum of `trained_slots` over all batches that the loss is of; by default this batch's own.
+    target's, for a head without its own; the unroll starts in its dtype. divisor_K: the sum of
+    `trained_slots` over all batches of the step; default: this batch's.
     """
     embed_tokens = (
         embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
@@ -365,7 +344,7 @@ def batch_loss(
 
 
 def trained_slots(teacher: Teacher, num_steps: int) -> Tensor:
-    """The slots of each step that carry loss, in the dtype of the loss [K]."""
+    """The slots of each step that carry loss, in the loss' dtype [K]."""
     plan, lm_head = teacher.plan, teacher.vocabulary.lm_head
     carries_P = teacher.position_mask_P.to(torch.promote_types(lm_head.dtype, torch.float32))
     return by_step(carries_P.index_select(0, plan.row_S), plan, num_steps)
@@ -377,11 +356,10 @@ def by_step(x_S: Tensor, plan: StepPlan, num_steps: int) -> Tensor:
 
 
 def rows_at_steps(row_BT: Tensor, config: ObjectiveConfig, draw: float) -> list[Tensor]:
-    """For each step the teacher's row of each slot, int64 [B, T], -1 for none. row_BT: that of
-    each position.
+    """The teacher's row of each slot at each step, int64 [B, T], -1 for none, from row_BT of the
+    positions.
 
-    Where later steps are sampled, slot n of a sample continues to step i if n times the golden
-    ratio plus draw, without its whole part, is below STEP_DECAY ** i.
+    Sampled: slot n continues to step i if frac(n * golden ratio + draw) < STEP_DECAY ** i.
     """
     rows = [shifted(row_BT + 1, 1 + step) - 1 for step in range(config.num_ttt_steps)]
     if config.later_steps == "all":
@@ -393,10 +371,10 @@ def rows_at_steps(row_BT: Tensor, config: ObjectiveConfig, draw: float) -> list[
 def slots_at_steps(
     row_at_step_BT: Sequence[Tensor], size: int, window: int | None, kind: str
 ) -> tuple[list[Slots], list[Tensor]]:
-    """The slots to unroll at each step, and for each its teacher's row, -1 for none.
+    """The slots to unroll at each step, and the teacher's row of each, -1 for none.
 
-    Those with a row at the step or later, then one of them again up to a multiple of `size`; where
-    that is no fewer than before, the slots of the step before.
+    Those with a row at the step or later, filled up to a multiple of `size`; the slots of the step
+    before if that is no fewer.
     """
     active_KBT = torch.stack([row_BT >= 0 for row_BT in row_at_step_BT])
     active_KBT = active_KBT.flip(0).cumsum(0).flip(0) > 0

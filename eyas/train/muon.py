@@ -1,12 +1,10 @@
-"""Muon for whole weights and for those that are split over ranks by rows: the same bits.
+"""Muon for whole weights and for those that FSDP2 splits by rows: the same bits.
 
-A step of Muon is a function of a whole matrix. torch's own, given split ones, multiplies them
-split, and gathers every matrix fifteen times a step. Here each rank collects the update of one
-matrix in bf16, makes it orthogonal as one process would, and gives every rank its rows back in
-bf16. Two exchanges a matrix, no product is made twice, and a rank keeps only its rows of weights,
-gradients and momentum between steps.
+torch's own multiplies split matrices split, and gathers each fifteen times a step. Here each rank
+collects the update of one matrix in bf16, makes it orthogonal, and returns to every rank its rows:
+two exchanges a matrix.
 
-Letters: A rows, B columns, r the most rows of a rank.
+Letters: A rows, B columns.
 """
 
 from __future__ import annotations
@@ -27,25 +25,19 @@ MATCHED_RMS = 0.2  # of AdamW's steps (Liu et al., arXiv 2502.16982)
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, by default without weight decay.
-
-    Weights are plain, or all are DTensors that FSDP2 splits by rows.
-    """
+    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, without weight decay by default."""
 
     def __init__(self, params: Any) -> None:
-        """params: matrices, or groups of them."""
         super().__init__(params, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; split weights take part on all ranks. Gradients are there: no `closure`."""
+        """Gradients are there: no `closure`. Split weights take part on all ranks."""
         assert closure is None, "weights have their gradients before the step"
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if group["weight_decay"]:
-                rate = group["lr"] * group["weight_decay"]
-                found_inf = getattr(self, "found_inf", None)
-                kept = 1 - rate * (1 if found_inf is None else 1 - found_inf)
+                kept = 1 - group["lr"] * group["weight_decay"] * (1 - getattr(self, "found_inf", 0))
                 for weight in weights:
                     own_rows(weight).mul_(kept)
             if not any(isinstance(weight, DTensor) for weight in weights):
@@ -58,7 +50,7 @@ class Muon(torch.optim.Muon):
                 self._step_round(weights[first : first + ranks.size()], group, ranks)
 
     def _step_whole(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update whole matrices, those of one shape together; a tall one is a wide one turned."""
+        """Matrices of one shape together; a tall one is transposed."""
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for weight in weights:
             by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
@@ -73,20 +65,14 @@ class Muon(torch.optim.Muon):
     def _step_round(
         self, weights: Sequence[DTensor], group: dict[str, Any], ranks: dist.ProcessGroup
     ) -> None:
-        """Update as many matrices as there are ranks, or fewer; number i is made orthogonal by rank
-        i.
-        """
+        """At most as many matrices as ranks; number i is made orthogonal by rank i."""
         updates = [self._update(weight, group) for weight in weights]
         rank, size = ranks.rank(), ranks.size()
-        # of a rank's rows of each matrix: r of them, where the last ranks have fewer or none
+        # of a rank's rows of each matrix, padded: the last ranks have fewer
         numbers = [-(-len(weight) // size) * weight.shape[1] for weight in weights]
         numbers += [0] * (size - len(weights))
-        sent = torch.cat(
-            [
-                F.pad(one.flatten(), (0, count - one.numel()))
-                for one, count in zip(updates, numbers, strict=False)
-            ]
-        )
+        rows = zip(updates, numbers, strict=False)
+        sent = torch.cat([F.pad(one.flatten(), (0, count - one.numel())) for one, count in rows])
         received = sent.new_empty(size * numbers[rank])
         own = [numbers[rank]] * size
         dist.all_to_all_single(received, sent, own, numbers, group=ranks)
@@ -96,11 +82,11 @@ class Muon(torch.optim.Muon):
         dist.all_to_all_single(sent, received, numbers, own, group=ranks)
         for weight, part in zip(weights, torch.split(sent, numbers), strict=False):
             local = weight.to_local()
-            rows = part.view(-1, weight.shape[1])[: len(local)]
-            self._add(local, rows, rate_of(weight.shape, group))
+            turned = part.view(-1, weight.shape[1])[: len(local)]
+            self._add(local, turned, rate_of(weight.shape, group))
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's rows of what is to be made orthogonal, in bf16; the momentum is updated."""
+        """This rank's rows of the update, bf16, before orthogonalisation; updates the momentum."""
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -109,37 +95,30 @@ class Muon(torch.optim.Muon):
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             rows = rows.where(found_inf == 0, momentum)  # which the momentum itself does not change
         momentum.lerp_(rows, 1 - group["momentum"])
-        return (
-            rows.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        ).bfloat16()
+        return rows.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
 
     def _add(self, rows: Tensor, turned: Tensor, rate: float) -> None:
-        """Step these rows of a weight. As with torch's fused AdamW a `found_inf` of 1, on the
-        device, leaves the update out.
-        """
+        """A `found_inf` of 1, on the device, leaves the update out, as in torch's fused AdamW."""
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             turned = turned * (1 - found_inf).to(turned.dtype)
         rows.add_(turned, alpha=-rate)
 
 
 def own_rows(matrix: Tensor) -> Tensor:
-    """This rank's rows of a split matrix; of a whole one all."""
+    """This rank's rows of a split matrix; all of a whole one."""
     return matrix.to_local() if isinstance(matrix, DTensor) else matrix
 
 
 def rate_of(shape: Sequence[int], group: dict[str, Any]) -> float:
-    """What a whole matrix of this shape is stepped by, times its orthogonal update."""
-    rate: float = group["lr"] * MATCHED_RMS * math.sqrt(max(shape))
-    return rate
+    """The factor of the orthogonal update of a matrix of this shape."""
+    return float(group["lr"] * MATCHED_RMS * math.sqrt(max(shape)))
 
 
 def orthogonalised(matrix_AB: Tensor, group: dict[str, Any]) -> Tensor:
-    """A matrix, or each of several [..., A, B], with its singular vectors and singular values near
-    1, bf16 as it is.
+    """A matrix [..., A, B] with singular values near 1.
 
-    The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon), in the order of
-    operations of torch.optim.Muon: for one the same bits. Where products in bf16 are slow it is in
-    float32.
+    The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon) in the order of
+    operations of torch.optim.Muon: the same bits. In float32 where products in bf16 are slow.
     """
     a, b, c = group["ns_coefficients"]
     is_tall = matrix_AB.shape[-2] > matrix_AB.shape[-1]

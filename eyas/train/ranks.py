@@ -1,11 +1,8 @@
-"""The processes of one training run, as torchrun starts them: sums, errors and sharded weights.
+"""The processes of a training run, as torchrun starts them: sums, errors, sharded weights.
 
-Weights, gradients and the optimizer's state are split over the ranks by torch's FSDP2: the weights
-are gathered for the forward, the gradients are summed at the end of the last backward of a step.
-The layout of both is fixed, so a resumed run sums in the order of one that was never killed.
-
-An error on one rank is raised on all where `raised_on_all` says so. A rank that dies elsewhere ends
-the others by the broken connection, or by torchrun.
+torch's FSDP2 splits weights, gradients and optimizer state by a fixed layout, so a resumed run sums
+in the same order. `raised_on_all` raises one rank's error on all. A rank that dies elsewhere ends
+the others by the broken connection or by torchrun.
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ from eyas.errors import EyasError
 from eyas.model.threads import set_num_threads
 
 T = TypeVar("T")
-LAST_RESULT_S = 0.5  # for the threads of gloo to let it go
-MOST_WAIT = timedelta(minutes=60)  # for another rank: the first one reads all tokens alone
+LAST_RESULT_S = 0.5
+MOST_WAIT = timedelta(minutes=60)  # the first rank reads all tokens alone
 
 
 class Ranks:
-    """This process's place among those of a run; a run of one process has one rank."""
+    """This process's place among those of a run; by default the only one."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -51,13 +48,12 @@ class Ranks:
         return self.rank == 0
 
     def share(self, batches: Sequence[T]) -> Sequence[T]:
-        """This rank's part, every size-th: the whole does not depend on the number of ranks."""
+        """This rank's part, every size-th."""
         return batches[self.rank :: self.size]
 
     @contextmanager
     def raised_on_all(self) -> Iterator[None]:
         """What the block raises on one rank stops all: the others raise an EyasError that names it.
-
         The block must not wait for other ranks.
         """
         error: Exception | None = None
@@ -69,14 +65,13 @@ class Ranks:
             described = error and (getattr(error, "what", repr(error)), getattr(error, "hint", ""))
             for rank, failure in enumerate(self.all_gather(described)):
                 if failure and error is None:
-                    raise EyasError(
-                        f"stopped, because rank {rank} failed: {failure[0]}", failure[1]
-                    )
+                    what, hint = failure
+                    raise EyasError(f"stopped, because rank {rank} failed: {what}", hint)
         if error is not None:
             raise error
 
     def broadcast_object(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the first rank, which alone does it; what it raises stops all."""
+        """What `work` returns on the first rank, which alone runs it; its errors stop all."""
         result: list[T | None] = [None]
         with self.raised_on_all():
             if self.is_first:
@@ -87,33 +82,30 @@ class Ranks:
         return found  # type: ignore[return-value]  # T may be None
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the first one's numbers, in place."""
+        """The first rank's numbers, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
 
     def all_reduce(self, numbers: Tensor) -> Tensor:
-        """The sums over all ranks on each, in place; nobody waits for the device."""
+        """Sums over all ranks, in place; does not wait for the device."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order."""
         values: list[T] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def all_gather_flat(self, values: Iterable[T]) -> list[T]:
-        """The values of all ranks one after the other."""
         return [value for of_rank in self.all_gather([*values]) for value in of_rank]
 
     def shard(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        """Split the module's weights over the ranks, in place; gradients become sums over ranks.
+        """Split the weights over the ranks, in place; gradients become sums over ranks.
 
-        dtype: of the weights that are gathered to compute with; what is split, and the sums, are
-        float32.
+        dtype: of the gathered weights; split ones, and the sums, are float32.
         """
         if self.size > 1:
             # the module casts what it is given itself: counts stay whole numbers
@@ -125,7 +117,7 @@ class Ranks:
 
 
 def reduce_gradients(module: nn.Module, now: bool) -> None:
-    """Whether the next backward sums the gradients over the ranks, or only adds to this rank's."""
+    """Whether the next backward sums the gradients over the ranks, or only accumulates here."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(now)
         module.set_reshard_after_backward(now)
@@ -134,22 +126,23 @@ def reduce_gradients(module: nn.Module, now: bool) -> None:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """The module's weights are plain tensors, on every rank, within the block. All ranks enter."""
-    if isinstance(module, FSDPModule):
-        module.unshard()
+    """Within the block, weights are plain tensors. All ranks enter."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
     try:
         yield
     finally:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        module.reshard()
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """This process's rank, by the environment that torchrun sets; without it, one process.
+    """This process's rank, from torchrun's environment.
 
-    Each rank has a GPU of its own where there are any. Raises EyasError when a machine has fewer
-    GPUs than ranks, and when another rank dies.
+    Each rank has its own GPU if there are any. Raises EyasError if a machine has fewer GPUs than
+    ranks, and when another rank dies.
     """
     size, local = world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     if count := threads_of_rank():
@@ -180,8 +173,7 @@ def joined() -> Iterator[Ranks]:
         ) from error
     finally:
         dist.destroy_process_group()
-        # gloo's threads outlive the group: one that frees the last tensors while the interpreter
-        # ends aborts the process
+        # a thread of gloo that frees the last tensors while the interpreter ends aborts the process
         time.sleep(LAST_RESULT_S)
 
 
@@ -207,11 +199,11 @@ def asked_to_stop() -> Iterator[Callable[[], int]]:
 
 
 def in_processes(count: int, function: Callable[..., T], *args: object) -> T:
-    """What the function returns in the first of `count` processes of this machine, as torchrun
-    starts them: each has a rank, they end together, and with them all that they held on GPUs.
+    """The first result of `function` in `count` processes of this machine, as torchrun starts them:
+    each has a rank, they end together and free their GPUs.
 
-    Function and arguments can be pickled. Raises EyasError where one fails; a signal (SIGINT,
-    SIGTERM) goes to them, and to this process when all have ended.
+    Function and arguments are picklable. Raises EyasError if one fails; SIGINT and SIGTERM go to
+    them, and to this process when all have ended.
     """
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")
     config = LaunchConfig(
@@ -246,9 +238,7 @@ def in_processes(count: int, function: Callable[..., T], *args: object) -> T:
 
 
 def _reported(function: Callable[..., T], *args: object) -> T:
-    """In a process of its own, and out of the terminal's group: a Ctrl-C comes once, by the parent.
-    An error for the user is a message and an exit code.
-    """
+    """In a session of its own: a Ctrl-C comes once, by the parent."""
     os.setsid()
     try:
         return function(*args)
@@ -261,9 +251,7 @@ def _reported(function: Callable[..., T], *args: object) -> T:
 
 
 def threads_of_rank() -> int | None:
-    """This rank's share of the cores; None where OMP_NUM_THREADS is the user's, and not the 1 that
-    torchrun sets for several ranks of a machine.
-    """
+    """This rank's share of the cores; None if the user set OMP_NUM_THREADS (torchrun sets 1)."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with suppress(OSError):  # what torchrun was started with, on Linux
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
@@ -273,10 +261,10 @@ def threads_of_rank() -> int | None:
 
 
 def world_size() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """The number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Is this the process that writes and reports? Known before ranks are joined."""
+    """Whether this process writes and reports; known before ranks are joined."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -1,6 +1,6 @@
-"""What a run starts from: fresh weights, or an existing head.
+"""Where a run starts: fresh weights, or an existing head.
 
-Letters: V target vocabulary, W draft vocabulary, H hidden, R rows.
+Letters: V target vocabulary, W draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
 from eyas.train.ranks import Ranks
 
-COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
-W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
-FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
-FITTED_ROWS = 4096  # tokens whose float64 products are taken at a time
-RIDGE = 0.01  # of the mean square of what is regressed on
-LEAST_CHANNEL = 1e-3  # of the mean size of a channel: a smaller one is scaled as if it were this
+COVERAGE = 0.99  # of the answers' tokens by the default draft vocabulary
+W_IN_STEPS_OF = 128  # a size that all devices multiply well
+FITTED_SAMPLES = 256  # conversations for `fit_to_features`
+FITTED_ROWS = 4096  # tokens of a float64 product
+RIDGE = 0.01  # times the mean square of the regressors
+LEAST_CHANNEL = 1e-3  # times the mean size of a channel: smaller ones are scaled as this
 
 
 class StartConfig(BaseModel):
     """An existing head to continue from.
 
     head: folder or URL of a head in any form, an id of the hub, or "smollm2". licence: of a head
-    that eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen
-    by the counts of the features (recount), as many as before or head.draft_vocab_size: tokens that
-    were drafted before keep their row of lm_head, others get the target's row by the head's own
-    map. other_target: the head was trained for another fine-tune of the same shape, and that is
-    intended.
+    that eyas did not make, for the lineage. vocabulary: keep the draft tokens, or recount them by
+    the features, as many as before or head.draft_vocab_size: tokens drafted before keep their row
+    of lm_head, others get the target's row by the head's own map. other_target: the head was
+    trained for another fine-tune of the same shape, and that is intended.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,10 +61,10 @@ def fresh_head(
     counts_V: Tensor,
     seed: int,
 ) -> Head:
-    """A new head for this target, float32 on the CPU, its weights drawn from the seed.
+    """A new head, float32 on the CPU, drawn from the seed.
 
-    meta: of the features, for their layers. counts_V: of tokens in answers; the most frequent ones
-    are drafted, `covering_size` of them if options name no size. Raises ConfigError.
+    meta: for the taps. counts_V: of tokens in answers; the most frequent are drafted,
+    `covering_size` unless options say how many. Raises ConfigError.
     """
     W = options.draft_vocab_size or covering_size(counts_V)
     options = options.model_copy(update={"draft_vocab_size": W})
@@ -77,10 +76,7 @@ def fresh_head(
 
 
 def covering_size(counts_V: Tensor) -> int:
-    """The fewest tokens that cover COVERAGE of the counts, in steps of W_IN_STEPS_OF.
-
-    At most MOST_DRAFT_TOKENS, the size of the published heads for vocabularies of 128,000 and more.
-    """
+    """The fewest tokens that cover COVERAGE, in steps of W_IN_STEPS_OF, up to MOST_DRAFT_TOKENS."""
     covered_V = counts_V.sort(descending=True).values.double().cumsum(0) / counts_V.sum()
     fewest = int((covered_V < COVERAGE).sum()) + 1
     return min(-(-fewest // W_IN_STEPS_OF) * W_IN_STEPS_OF, len(counts_V), MOST_DRAFT_TOKENS)
@@ -88,10 +84,10 @@ def covering_size(counts_V: Tensor) -> int:
 
 @torch.no_grad()
 def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
-    """Draw all weights in place; equal seeds give equal weights.
+    """Draw all weights in place.
 
-    Norms are ones; matrices are normal with variance 1 / fan_in; o_proj and down_proj, which write
-    to the residual, are zero; lm_head has the target's rows of the draft's tokens.
+    Norms are ones; matrices normal with variance 1 / fan_in; o_proj and down_proj zero; lm_head has
+    the target's rows.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in head.named_parameters():
@@ -108,22 +104,21 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
 def fit_to_features(
     head: Head, samples: Iterable[Sample], ranks: Ranks, track: Track = quiet
 ) -> None:
-    """Let a new head begin where a linear map ends.
+    """Let a new head begin at a linear map.
 
-    fc becomes the least-squares map from the features of an answer's token to the target's last
-    hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
-    that the layer passes it on. lm_head (norm, where lm_head is not trained) takes over the scale.
-    `feature_scale` gives each channel of fc's inputs a mean square of 1, so that an optimizer's
-    step is as large for the target's few large channels (on SmolLM2 one is 15 times the others).
+    fc becomes the least-squares map from an answer token's features to the target's next last
+    hidden state, scaled to a mean square of 1; the idle layer (o_proj, down_proj zero) passes it
+    on; lm_head, or norm if lm_head is frozen, takes the scale. `feature_scale` gives fc's input
+    channels a mean square of 1, so that optimizer steps fit the target's few large channels.
 
-    All ranks call it, each with its share of the samples. Products are made in float64 where the
-    head is, 9 H^2 numbers, and summed over the ranks: the same to rounding for any number of them.
+    All ranks call it with their share of the samples. Products are float64 where the head is, 9 H^2
+    numbers, summed over the ranks.
     """
     width, device = head.fc.in_features, head.fc.weight.device
     square, product = (
         torch.zeros(width, n, dtype=torch.float64, device=device) for n in (width, width // 3)
     )
-    sums = torch.zeros(2, dtype=torch.float64)  # of squares of what follows, of rows
+    sums = torch.zeros(2, dtype=torch.float64)  # squares of next states, rows
     with ranks.raised_on_all():
         for done, sample in enumerate(samples, 1):
             answer_T = sample.loss_mask[:-1].clone()
@@ -159,17 +154,17 @@ def fit_to_features(
 def existing_head(
     config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary
 ) -> Head:
-    """The head of `config`, in float32, ready to be trained for this target.
+    """The head of `config`, float32, ready to be trained for this target.
 
-    Raises what loading raises, and one MismatchError that names all that does not fit: another
-    shape, other layers, another target, other options than are asked for.
+    Raises what loading raises, and one MismatchError that names all that does not fit.
     """
     head = load_head(resolve_head(config.head), vocabulary.config, vocabulary.lm_head)
     shape, faults = head.config, []
-    if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
+    sizes = shape.target_hidden_size, shape.vocab_size
+    if sizes != (meta.hidden_size, meta.vocab_size):
         faults.append(
-            f"it is for a target of hidden size {shape.target_hidden_size} and a vocabulary of "
-            f"{shape.vocab_size}, this one has {meta.hidden_size} and {meta.vocab_size}"
+            "it is for a target of hidden size {} and a vocabulary of {}, ".format(*sizes)
+            + f"this one has {meta.hidden_size} and {meta.vocab_size}"
         )
     elif head.embed_tokens is not None:
         if not torch.equal(head.embed_tokens, vocabulary.embed_tokens.to(head.embed_tokens)):
@@ -211,11 +206,11 @@ def existing_head(
 def recount(
     head: Head, vocabulary: TargetVocabulary, counts_V: Tensor, num_tokens: int | None
 ) -> None:
-    """Choose the head's draft tokens again by counts_V, in place: num_tokens, or as many as it had.
+    """Choose the draft tokens again by counts_V, in place: num_tokens, or as many as before.
 
-    Tokens that were drafted before keep their row of lm_head. Others get the target's row by the
-    linear map that takes the target's rows of the old tokens to the head's (ridge regression on
-    what a scale alone leaves). vocabulary: on the CPU.
+    Tokens that were drafted keep their row of lm_head. Others get the target's row by the linear
+    map from the target's rows of old tokens to the head's (ridge regression on what a scale
+    leaves). vocabulary: on the CPU.
     """
     W, lm_head = num_tokens or head.config.draft_vocab_size, head.lm_head
     old_row_V = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)

@@ -1,11 +1,8 @@
 """What training changes, its checkpoint, and the rules that end a run early.
 
-The checkpoint is one file of whole tensors, whatever the number of ranks, so that a run resumes to
-the same weights. Which batches come next follows from the number of steps done. The best head so
-far is part of the file: two files could be of two different moments.
-
-metrics.jsonl is written as the run makes it: a row is there when its step is done. A resume drops
-rows behind the checkpoint, and half a row of a killed process, and makes them again.
+The checkpoint is one file of whole tensors for any number of ranks, best head included: two files
+could be of two moments. metrics.jsonl is written row by row; a resume drops rows behind the
+checkpoint, and half a row, and makes them again.
 """
 
 from __future__ import annotations
@@ -60,15 +57,15 @@ class StopConfig(BaseModel):
 
 
 def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
-    """The numbers of steps done at which tau is measured; the last one is among them, if any is."""
+    """Numbers of steps done at which tau is measured, the last included."""
     count = min(config.measurements, num_steps)
     return {math.ceil(num_steps * (number + 1) / count) for number in range(count)}
 
 
 @dataclass(slots=True)
 class Patience:
-    """The best tau so far, the last step it was measured at (0 is the start), and the measurements
-    in a row without a gain (misses). start: the tau of the start; 0 before it is measured.
+    """best_step: the last step with the best tau (0 is the start). misses: measurements in a row
+    without a gain. start: tau of the start, 0 before it is measured.
     """
 
     best: float = 0.0
@@ -77,7 +74,7 @@ class Patience:
     start: float = 0.0
 
     def add(self, step: int, tau: float) -> bool:
-        """Count a measurement, above 0. Is it the best, or as good and later?"""
+        """Count a tau above 0. Is it the best, or equal to it?"""
         self.misses = 0 if tau > self.best else self.misses + 1
         if tau < self.best:
             return False
@@ -90,7 +87,7 @@ class Patience:
 
 @dataclass(slots=True)
 class LossTrend:
-    """The first loss, the running mean of all, and its lowest value once it was settled."""
+    """The first loss, the running mean, and its lowest value once settled."""
 
     num_losses: int = 0
     first: float = 0.0
@@ -106,17 +103,14 @@ class LossTrend:
             self.lowest = min(self.lowest, self.mean)
 
     def has_diverged(self) -> bool:
-        """Whether the running mean is above DIVERGED_AT times its lowest value."""
         return self.mean > DIVERGED_AT * max(self.lowest, FLOOR * self.first)
 
 
 @dataclass(slots=True)
 class TrainingState:
-    """The head, the optimizers' state, the number of steps done, and what the stop rules remember.
-
-    dtype: what is computed in. best: the weights of the best measured head, on the CPU of the first
-    rank; None before a measurement. metrics: a row a step, on the first rank; the others' begin
-    where they resumed. broken: bool, whether a gradient was not finite: nothing is updated since.
+    """dtype: of the computation. best: weights of the best measured head, on the first rank's CPU.
+    metrics: a row a step; other ranks' begin where they resumed. broken: bool, a gradient was not
+    finite: nothing is updated since.
     """
 
     head: Head
@@ -131,9 +125,7 @@ class TrainingState:
     _uploaded: float = 0.0  # when, by time.monotonic
 
     def add_row(self, row: dict[str, Any], output: Artifact, ranks: Ranks) -> None:
-        """Write a step's row of metrics behind those of the steps before. All ranks call it, the
-        first one writes.
-        """
+        """Append a step's row of metrics. All ranks call it, the first one writes."""
         self.metrics.append(row)
         with ranks.raised_on_all():
             path = output.local_path(METRICS)
@@ -148,23 +140,22 @@ class TrainingState:
                 self._uploaded = time.monotonic()
 
     def weights(self, of: StateDictOptions | None = None) -> dict[str, Tensor]:
-        """The head's whole float32 weights, by default on every rank. All ranks call it."""
+        """The head's whole float32 weights. All ranks call it."""
         options = of or StateDictOptions(full_state_dict=True)
         return cast("dict[str, Tensor]", get_model_state_dict(self.head, options=options))
 
     def keep_best(self) -> None:
-        """Remember the weights. All ranks call it."""
+        """All ranks call it."""
         self.best = {name: tensor.clone() for name, tensor in self.weights(_WHOLE).items()}
 
     def restore_best(self, ranks: Ranks) -> None:
-        """Take the best weights back. All ranks call it."""
+        """All ranks call it."""
         best = cast("dict[str, Any]", self.best)
         set_model_state_dict(self.head, best, options=_given_by_first(ranks))
 
     def save(self, output: Artifact, ranks: Ranks) -> None:
-        """Write the checkpoint and the metrics. All ranks call it, the first one writes.
-
-        Metrics first: a checkpoint never lies beside fewer rows than it has steps.
+        """All ranks call it, the first one writes; metrics first: a checkpoint never has more steps
+        than rows.
         """
         content = {
             "head": self.weights(_WHOLE),
@@ -183,16 +174,12 @@ class TrainingState:
                 output.write(CHECKPOINT, stream.getvalue())
 
     def resume(self, content: dict[str, Any], output: Artifact, ranks: Ranks) -> None:
-        """Continue from the `checkpoint`, if there is one. All ranks call it.
-
-        The metrics hold the rows of its steps then, and no others.
-        """
-        names = ("step", "patience", "trend")
-        counted = {name: content[name] for name in names if content}
-        counters = ranks.broadcast_object(lambda: counted)
+        """Continue from the `checkpoint`, if any. All ranks call it."""
+        names = ("step", "patience", "trend") if content else ()
+        counters = ranks.broadcast_object(lambda: {name: content[name] for name in names})
         if not counters:
             if ranks.is_first:
-                output.delete(METRICS)  # of steps that are made again
+                output.delete(METRICS)
             return
         options = _given_by_first(ranks)
         set_model_state_dict(self.head, content.get("head", {}), options=options)
@@ -210,7 +197,7 @@ class TrainingState:
 
 
 def checkpoint(output: Artifact, ranks: Ranks) -> dict[str, Any]:
-    """What `TrainingState.save` wrote to the folder; empty without that, and on other ranks."""
+    """What `TrainingState.save` wrote; empty without it, and on other ranks."""
     content: dict[str, Any] = {}
     with ranks.raised_on_all():
         if ranks.is_first and output.exists(CHECKPOINT):
@@ -224,5 +211,4 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def _given_by_first(ranks: Ranks) -> StateDictOptions:
-    """The first rank has the tensors, the others take their part of them."""
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.size > 1)

@@ -1,14 +1,12 @@
-"""One training step: batches, teachers, loss, backward, update of the weights.
+"""One training step: batches, teachers, loss, backward, update.
 
-The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
-of n batches is the step of one batch that holds their samples, whichever rank computes them.
+Losses are divided by what carries loss in all batches of the step, on all ranks: n batches make the
+step of one batch with all their samples. No step waits for the device: figures stay there until
+`rows_of` reads those of several steps, and from a loss or gradient that is not finite on, updates
+are left out on the device.
 
-A step waits for no device: its figures stay there until `rows_of` reads those of several steps. So
-that a loss or gradient that is not finite is found late and changes nothing, the update is left out
-on the device, from that step on.
-
-Letters: B batch, T sequence, M = B T, V target vocabulary, W draft vocabulary, H hidden, A = 3 *
-the target's hidden size, K steps of the unroll.
+Letters: B batch, T sequence, V target vocabulary, W draft vocabulary, H hidden, K steps of the
+unroll.
 """
 
 from __future__ import annotations
@@ -48,20 +46,18 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 BETAS = (0.9, 0.95)  # EAGLE's; SpecForge leaves torch's
 MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
 DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another sequence's
-# Of the rate, for lm_head and embeddings: they begin as the target's rows, and a step of Adam moves
-# the logits of all tokens at once.
+# of lm_head's rate: it begins as the target's rows, and Adam moves all tokens' logits at once
 ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 LONG_RUN, MOST_FOR_SHORT = 1000, 4.0
-# 1e12 operations a second in bf16, dense, by a part of the card's name; NVIDIA's data sheets
+# dense bf16 teraflops by a part of the card's name, from NVIDIA's data sheets
 PEAKS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 PEAKS |= {"A100": 312.0, "L40S": 362.0}
 
 
 class RateConfig(BaseModel):
-    """The learning rate: a linear warm-up to its peak, then down to 0 or constant. A number alone
-    is the peak.
+    """A linear warm-up to the peak, then down to 0 or constant. A number alone is the peak.
 
     peak: null takes `usual_learning_rate` of the head and the run. warmup_share: EAGLE's and
     SpecForge's is .015, speculators' .01.
@@ -101,9 +97,8 @@ def quickest(device: str) -> Precision:
 
 
 def usual_learning_rate(hidden_size: int, num_steps: int = LONG_RUN) -> float:
-    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others, as
-    Adam's rate goes with the width (Yang et al., arXiv 2203.03466), at most 1e-3. num_steps: of a
-    new head's run; below LONG_RUN the rate is sqrt(LONG_RUN / num_steps) times that
+    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), inverse to the width (Yang et al., arXiv
+    2203.03466), at most 1e-3; times sqrt(LONG_RUN / num_steps) for a new head's short run
     (docs/decisions/training.md).
     """
     rate = min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
@@ -111,16 +106,14 @@ def usual_learning_rate(hidden_size: int, num_steps: int = LONG_RUN) -> float:
 
 
 def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Optimizer]:
-    """The optimizers of the head's float32 weights, whatever the precision of the maths.
-
-    Muon (Jordan, kellerjordan.github.io/posts/muon; its steps as large as AdamW's: Liu et al.,
-    arXiv 2502.16982) for the matrices inside the layer, AdamW for norms and lm_head.
+    """Of the head's float32 weights: Muon for the matrices inside the layer (Jordan,
+    kellerjordan.github.io/posts/muon; steps as large as AdamW's: Liu et al., arXiv 2502.16982),
+    AdamW for norms and lm_head.
     """
     trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
     rows = [trained.pop(LM_HEAD)] if LM_HEAD in trained else []
-    inside = [weight for weight in trained.values() if weight.ndim == 2]
-    norms = [weight for weight in trained.values() if weight.ndim == 1]
-    # `training_step` sets the rate before every update: the run's times the group's share
+    norms, inside = ([one for one in trained.values() if one.ndim == n] for n in (1, 2))
+    # `training_step` sets the rate of a group: the run's times its share
     by_share = [(norms, 1.0, 0.0), (rows, ROWS_RATE_SHARE, weight_decay)]
     groups = [
         {"params": weights, "share": share, "weight_decay": decay}
@@ -134,14 +127,14 @@ def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Opt
 
 
 class PlannedBatch(NamedTuple):
-    """A batch and the plan of its step, on one device."""
+    """On one device."""
 
     batch: Batch
     plan: StepPlan
 
 
 class LossModule(nn.Module):
-    """The head and the loss of a batch as one module: torch's sharding works around its forward.
+    """Head and loss as one module: torch's sharding hooks into its forward.
 
     embed_tokens [V, H]: the target's, in the precision of the maths.
     """
@@ -154,26 +147,25 @@ class LossModule(nn.Module):
         self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
 
     def planned(self, batch: Batch, step: int) -> PlannedBatch:
-        """A batch of the CPU on the head's device, and its plan in a run's step, counted from 0."""
+        """A batch of the CPU on the head's device, planned for this step (from 0)."""
         device, draw = self.embed_tokens.device, step * DRAW_STEP % 1.0
         plan = plan_of(batch, self.config, self.head.config, draw, device.type)
         return PlannedBatch(batch.to(str(device)), sent(plan, device))
 
     def teach(self, planned: PlannedBatch) -> Teacher:
-        """The target at the batch's judged positions: see `loss.teach`."""
         batch, plan = planned
         return teach(batch, self.vocabulary, self.head, plan)
 
     def trained_slots(self, teachers: Sequence[Teacher]) -> Tensor:
-        """The sums over these batches of `loss.trained_slots`, float64 [K]."""
+        """Sums over these batches, float64 [K]."""
         K, device = self.config.num_ttt_steps, self.embed_tokens.device
         counts = [trained_slots(teacher, K).double() for teacher in teachers]
         return sum(counts, torch.zeros(K, dtype=torch.float64, device=device))
 
     def forward(self, batch: Batch | None, teacher: Teacher | None, divisor_K: Tensor) -> BatchLoss:
-        """One batch's share of the step's loss; without a batch a loss of 0 with zero gradients.
+        """One batch's share of the step's loss; without a batch 0, with zero gradients.
 
-        divisor_K: `trained_slots` of all batches of the step on all ranks [K].
+        divisor_K: `trained_slots` of the step on all ranks [K].
         """
         if batch is None or teacher is None:
             zero = sum(0.0 * weight.sum() for weight in self.head.parameters())
@@ -184,8 +176,8 @@ class LossModule(nn.Module):
 
 
 class StepFigures(NamedTuple):
-    """What a step says of itself: its number, counted from 1, the names of this rank's samples, the
-    rate, and on the device, float64, this rank's sums [1 + 4 K + 2] and the gradient's norm [1].
+    """step: from 1. keys: of this rank's samples. On the device, float64: this rank's sums [1 + 4 K
+    + 2], the gradient's norm [1].
     """
 
     step: int
@@ -202,14 +194,13 @@ def training_step(
     ranks: Ranks,
     rate: float,
 ) -> StepFigures:
-    """One update of the weights, from these batches and those of the other ranks.
-
-    Where the loss or the gradient is not finite, this step and all later ones change no weight.
+    """One update of the weights, from these batches and those of the other ranks. If loss or
+    gradient is not finite, this step and all later ones change no weight.
     """
     teachers = [module.teach(one) for one in batches]
     divisor_K = ranks.all_reduce(module.trained_slots(teachers))
 
-    # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
+    # in the last step a rank may have no batch: it takes part in the sums with a loss of 0
     pairs: list[tuple[Batch | None, Teacher | None]]
     pairs = [(one.batch, of) for one, of in zip(batches, teachers, strict=True)] or [(None, None)]
     sums = torch.zeros(3 + 4 * len(divisor_K), dtype=torch.float64, device=divisor_K.device)
@@ -239,10 +230,9 @@ def training_step(
 def step_flops(shape: HeadConfig, num_tokens: float, judged_K: Sequence[float]) -> float:
     """The floating-point operations that a step over so many tokens and judged slots needs.
 
-    Counted are products with weights, without padding: 2 for each number of a matrix and row in the
-    forward and for each of its two gradients. Not counted are attention's scores, norms, the
-    optimizer and what is computed again. Ht: the target's hidden size, I the MLP's, Hq and Hk heads
-    of queries and of keys, D head dimension.
+    Products with weights, without padding: 2 operations for each number of a matrix and row in the
+    forward, and in each of its two gradients; no attention scores, norms, optimizer, recomputation.
+    Ht: the target's hidden size, I the MLP's, Hq and Hk query and key heads, D head dimension.
 
         a token               keys and values 2 H x 2 Hk D; fc 3 Ht x H, whose input has no gradient
         a slot of each step   queries 2 H x Hq D, o_proj Hq D x H, MLP 3 x H I, lm_head H x W
@@ -268,8 +258,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
 def rows_of(
     figures: Sequence[StepFigures], ranks: Ranks, shape: HeadConfig
 ) -> list[dict[str, Any]]:
-    """The rows of metrics of these steps, the same on every rank. All ranks call it: one sum over
-    them and one copy from the device, which are waited for. shape: of the head.
+    """The rows of metrics of these steps, on every rank: one sum and one copy from the device. All
+    ranks call it.
     """
     sums = ranks.all_reduce(torch.stack([one.sums for one in figures]))
     numbers = torch.cat([sums, torch.stack([one.norm for one in figures])], dim=1).tolist()

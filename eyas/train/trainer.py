@@ -1,11 +1,10 @@
 """The train stage: features -> head. The run and its loop over steps.
 
-A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed alone; the ranks
-share the batches of each step. A checkpoint is the state after so many steps. So a run that was
-killed resumes to the same weights, bit for bit, on the same machines, and on another number of
-ranks it meets the same batches in the same steps.
+A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed; the ranks share
+each step's batches. A killed run resumes from its checkpoint to the same weights, bit for bit, on
+the same machines; on other numbers of ranks the steps have the same batches.
 
-Letters: V target vocabulary, W draft vocabulary.
+Letters: V target vocabulary.
 """
 
 from __future__ import annotations
@@ -71,32 +70,30 @@ from eyas.train.step import (
 
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
-LAST_BATCHES = 50  # whose mean loss and accuracy the manifest has
-# Steps whose figures are read from the device at once: reading waits for it
+LAST_BATCHES = 50  # the manifest has their mean loss and accuracy
+# steps whose figures are read at once: reading waits for the device
 READ_EVERY, READ_EVERY_ELSEWHERE = {"cpu": 1}, 8
 
-# Settings that are not in the artifact's identity: a run may be resumed with other values.
+# not in the identity: a run may be resumed with other values
 WITHOUT_EFFECT = {
     "checkpoint_every": True,
     "objective": {"recompute"},  # rounding apart
-    "start": {"head"},  # an input of the identity, by its content and not by its path
+    "start": {"head"},  # enters as an input, by its content
 }
-# Settings of earlier versions, which run files and cards still name, at what is done now.
+# settings of earlier versions, with their present meaning
 GONE = {"data_share": 1.0, "batches.packed": False, "head.draft_tokens": None}
 
-# Called on the first rank with each row of metrics.jsonl; a resumed run repeats the steps behind
-# its checkpoint. One that raises is dropped with a warning: no tracker ends a run.
+# Called on the first rank with each row of metrics.jsonl; a resumed run repeats steps. One that
+# raises is dropped with a warning: no tracker ends a run.
 OnRow = Callable[[Mapping[str, Any]], None]
 
-# weights, two moments and the best head in a checkpoint; the head itself and its exports
+# weights, two moments and the best head in a checkpoint; the head and its exports
 HEAD_BYTES_PER_PARAMETER = 24
 
 
 class TrainConfig(BaseModel):
-    """Settings of the train stage.
-
-    start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32 on
-    a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: steps.
+    """start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32
+    on a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -127,11 +124,11 @@ class TrainConfig(BaseModel):
 
 
 class DivergedError(EyasError):
-    """The loss has diverged (`state.DIVERGED_AT`): these weights are not saved."""
+    """The loss diverged: these weights are not saved."""
 
 
 class UntrainedError(EyasError):
-    """No position of the answers carries loss: these weights are the first ones, and not saved."""
+    """No position of the answers carries loss: the first weights are not saved."""
 
 
 class StoppedError(EyasError):
@@ -157,16 +154,14 @@ def train(
 ) -> Manifest:
     """Train a head on a source of features; an interrupted run resumes from its last checkpoint.
 
-    Under torchrun every process calls this with the same arguments; the first rank writes.
-    target: any name of the model. held_out: the conversations that tau is measured on. Writes the
-    head with the best held-out tau (without measurements the last one) in bfloat16 or, if that is
-    asked for, float32, metrics.jsonl with one row a step, last/ with the last head where another
-    one was best, and measured/ if `StopConfig.keep` asks for it.
+    Under torchrun every process calls this with the same arguments; the first rank writes. target:
+    any name of the model. held_out: the conversations that tau is measured on. Writes the head with
+    the best held-out tau (without measurements the last) in bfloat16, or float32 if asked for;
+    metrics.jsonl, one row a step; last/ if another head was best; measured/ with `StopConfig.keep`.
 
-    Raises MismatchError for features or a head of another target; EmptyInputError for features
-    without a trainable answer; UntrainedError where no position carries loss; ConfigError for
-    settings that contradict each other; EyasError, with the names of the samples, when a loss or
-    gradient is not finite or the loss diverges. The last checkpoint stays in the folder.
+    Raises MismatchError (another target), EmptyInputError and UntrainedError (no trainable answer),
+    ConfigError, and EyasError, with the samples' names, if a loss or gradient is not finite or the
+    loss diverges. The last checkpoint stays.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
@@ -182,8 +177,8 @@ def train(
 
 
 class Trainer:
-    """One run: __init__ checks the input, `begin` plans the steps and loads or makes state and
-    module, `fit` trains, `finish` writes the head.
+    """One run: __init__ checks the input, `begin` plans the steps and makes state and module, `fit`
+    trains, `finish` writes the head.
     """
 
     state: TrainingState
@@ -200,20 +195,17 @@ class Trainer:
         held_out: FeatureSource | None,
         ranks: Ranks,
     ) -> None:
-        """Raises MismatchError, ConfigError, EmptyInputError."""
-        self.ranks, self.source = ranks, source
-        self.vocabulary = TargetVocabulary.load(resolve_target(target, True))
-        check_same_target(self.source.meta, self.vocabulary)
-        self.start_head = None
+        self.config, self.ranks, self.source = config, ranks, source
+        self.vocabulary = vocabulary = TargetVocabulary.load(resolve_target(target, True))
+        check_same_target(source.meta, vocabulary)
+        self.start_head = self.held_out = None
         if config.start:
-            self.start_head = existing_head(config.start, config.head, source.meta, self.vocabulary)
-        self.config = config
-        self.held_out = None
-        if held_out is not None and len(held_out) and self.config.stop.measurements:
-            check_same_target(held_out.meta, self.vocabulary)
-            self.held_out = HeldOutSample(held_out, self.config.batches.tokens)
+            self.start_head = existing_head(config.start, config.head, source.meta, vocabulary)
+        if held_out is not None and len(held_out) and config.stop.measurements:
+            check_same_target(held_out.meta, vocabulary)
+            self.held_out = HeldOutSample(held_out, config.batches.tokens)
         check_settings(config, ranks, self.held_out is not None)
-        self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
+        self.settings = config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         # keeps the identities of runs with settings that went
         self.settings["batches"]["packed"], self.settings["head"]["draft_tokens"] = False, None
         self.inputs = dict(source.inputs)
@@ -226,7 +218,6 @@ class Trainer:
         self.identity = identity("train", self.settings, self.inputs)
 
     def begin(self, output: Artifact, track: Track) -> None:
-        """All ranks call it."""
         config, ranks = self.config, self.ranks
         self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source))
         epochs = [list(self.usable)] * config.epochs
@@ -236,9 +227,9 @@ class Trainer:
         usual = usual_learning_rate(size, LONG_RUN if config.start else num_steps)
         peak = config.learning_rate.peak or usual
         self.rate = config.learning_rate.model_copy(update={"peak": peak})
-        self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
+        self.measure_at = measured_steps(num_steps, config.stop) if self.held_out else set()
         content = checkpoint(output, ranks)
-        # the first rank's answers: other hosts may not see its folder, or have other processors
+        # by the first rank: other hosts may not see its folder, or have other processors
         auto = content.get("dtype") or quickest(ranks.device)  # a resumed run keeps its own
         asked = auto if config.dtype == "auto" else config.dtype
         resumes, dtype = ranks.broadcast_object(lambda: (bool(content), asked))
@@ -253,8 +244,7 @@ class Trainer:
 
     def _refuse_without_room(self, output: Artifact) -> None:
         shape = HeadConfig.for_target(self.vocabulary.config, self.config.head)
-        if self.start_head is not None:
-            shape = self.start_head.config
+        shape = self.start_head.config if self.start_head is not None else shape
         parameters = sum(map(math.prod, expected_shapes(shape).values()))
         present = sum(map(output.size, output.all_names()))
         needed, free = HEAD_BYTES_PER_PARAMETER * parameters - present, output.room()
@@ -266,8 +256,8 @@ class Trainer:
             )
 
     def _initial_head(self, resumes: bool, track: Track) -> Head:
-        """The head before step 0, float32: fresh and fitted (unless a checkpoint's weights will
-        take the place of its own), or config.start's.
+        """The head before step 0, float32: config.start's, or fresh and fitted; unfitted if a
+        checkpoint will replace its weights.
         """
         config, ranks, vocabulary = self.config, self.ranks, self.vocabulary
         if head := self.start_head:
@@ -286,18 +276,16 @@ class Trainer:
         return head
 
     def fit(self, output: Artifact, track: Track) -> None:
-        """Measure the start, then train the steps that are left, fewer if `StopConfig.patience`
-        ends the run.
+        """Measure the start, then train the remaining steps, fewer by `StopConfig.patience`.
 
-        On an EyasError the checkpoint of the last whole step is saved, then the error is raised; so
-        on SIGINT and SIGTERM, as a StoppedError. A DivergedError leaves the older checkpoint.
+        An EyasError, and SIGINT and SIGTERM as StoppedError, save the last whole step first. A
+        DivergedError leaves the older checkpoint.
         """
         state, config, ranks, num_steps = self.state, self.config, self.ranks, len(self.steps)
         self._finished = state.step
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
-        sizes = [len(batches) for batches in mine]
-        self._feed = feed(reader, sizes, state.step, self.module)
+        self._feed = feed(reader, list(map(len, mine)), state.step, self.module)
         if self.measure_at and state.step == 0:
             self._measure()
         pending: list[StepFigures] = []
@@ -318,15 +306,13 @@ class Trainer:
                         raise
                     if len(pending) < read_every and state.step not in due:
                         continue
-                    rows = self._read(pending, began, output)
+                    *_, row = self._read(pending, began, output)
                     pending = []
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
                     tau = f" tau {state.patience.best:.2f}" if state.patience.best else ""
-                    said = (
-                        f"loss {rows[-1]['loss']:.3f} accuracy {rows[-1]['accuracy'][0]:.3f}{tau}"
-                    )
-                    track(state.step, num_steps, said)
+                    note = f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
+                    track(state.step, num_steps, note)
                     if state.step < num_steps and (came := max(ranks.all_gather(signal_of()))):
                         raise StoppedError(came, state.step, num_steps)
                     began = time.monotonic()
@@ -335,7 +321,7 @@ class Trainer:
                 output.write_jsonl(METRICS, state.metrics)
             raise
         except EyasError:
-            # else the step's measurement is missing; before the first step there is nothing to keep
+            # not in mid-measurement, nor before the first step
             if state.step == self._finished > 0:
                 state.save(output, ranks)
             raise
@@ -343,7 +329,7 @@ class Trainer:
     def _read(
         self, pending: Sequence[StepFigures], began: float, output: Artifact
     ) -> list[dict[str, Any]]:
-        """The rows of these steps, judged. All ranks call it. Raises what `_judge` raises."""
+        """The rows of these steps, judged."""
         rows = rows_of(pending, self.ranks, self.state.head.config)
         seconds = (time.monotonic() - began) / len(rows)
         peak = peak_flops(self.ranks.device, self.state.dtype)
@@ -362,22 +348,20 @@ class Trainer:
         return rows
 
     def _judge(self, row: dict[str, Any], keys: Sequence[str], output: Artifact) -> None:
-        """Measure held-out tau if it is due, and write the step's row of metrics.
-
-        keys: of this rank's samples. Raises DivergedError; UntrainedError; EyasError for a step
-        that is not finite, with the state of the step before.
+        """Measure held-out tau if due, and write the row. Raises DivergedError; UntrainedError;
+        EyasError for a step that is not finite, with the state before it.
         """
         state, step = self.state, row["step"]
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             state.step = step - 1
             self._feed.close()  # a source may have one reader
-            unsound = []
             with self.ranks.raised_on_all():
-                for samples in self.source.batches(self.ranks.share(self.steps[state.step])):
-                    for one in samples:
-                        states = one.aux_hidden, one.last_hidden
-                        if not all(bool(of.isfinite().all()) for of in states):
-                            unsound.append(one.key)
+                unsound = [
+                    one.key
+                    for samples in self.source.batches(self.ranks.share(self.steps[state.step]))
+                    for one in samples
+                    if not (one.aux_hidden.isfinite().all() and one.last_hidden.isfinite().all())
+                ]
             names, broken = map(self.ranks.all_gather_flat, (keys, unsound))
             raise EyasError(
                 f"step {step} has loss {row['loss']} and gradient norm {row['grad_norm']}; its "
@@ -407,8 +391,7 @@ class Trainer:
         self._finished = step
         self._judged, self._trained = self._judged + row["judged"], self._trained + row["trained"]
         is_enough = self._judged >= ENOUGH_JUDGED or step == len(self.steps)
-        # those before a resume included
-        trained = any(one["trained"] for one in state.metrics)
+        trained = any(one["trained"] for one in state.metrics)  # before a resume too
         if is_enough and not self._trained and not self.ranks.broadcast_object(lambda: trained):
             raise UntrainedError(
                 f"nothing is trained: at none of {self._judged} positions of the answers is the "
@@ -436,7 +419,7 @@ class Trainer:
         return {"held_out_tau": tau, "held_out_loss": loss, "held_out_counts": by_conversation}
 
     def finish(self, output: Artifact) -> None:
-        """Write the best head that was measured; without measurements the last one."""
+        """Write the best measured head; without measurements the last one."""
         state, ranks = self.state, self.ranks
         last = None
         if state.patience.best:
@@ -485,9 +468,10 @@ class Trainer:
         }
         if last := state.metrics[-LAST_BATCHES:]:
             columns = zip(*(row["accuracy"] for row in last), strict=True)
-            accuracy = [sum(column) / len(last) for column in columns]
-            loss = sum(row["loss"] for row in last) / len(last)
-            facts["last_batches"] = {"loss": loss, "accuracy": accuracy}
+            facts["last_batches"] = {
+                "loss": sum(row["loss"] for row in last) / len(last),
+                "accuracy": [sum(column) / len(last) for column in columns],
+            }
         if self.held_out is not None:
             facts["held_out"] = {
                 "tau": state.patience.best,
@@ -500,7 +484,7 @@ class Trainer:
 
 
 def write_head(output: Artifact, folder: str, head: Head) -> None:
-    """Write a head in our own form; folder: "", or a path that ends with /."""
+    """folder: "", or a path that ends with /."""
     for name, data in head_files(head).items():
         output.write(folder + name, data)
 

@@ -1,7 +1,7 @@
-"""The file that vLLM loads: it hands hidden states out as safetensors files, on GPUs and on CPUs.
+"""A connector of vLLM that writes hidden states as safetensors files, on GPUs and CPUs.
 
-Imported by vLLM's workers (`kv_connector_module_path`), in their own environment: it needs nothing
-of ours. vLLM's own connector copies by CUDA streams; on a CPU the copy is made at once.
+vLLM's workers import it (`kv_connector_module_path`) in their own environment: it needs nothing of
+eyas. vLLM's own connector copies by CUDA streams; on a CPU the copy is made at once.
 """
 
 from typing import Any
@@ -15,20 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 
 class CopyDone:
-    """In place of a CUDA event: the copy was made before the event was."""
+    """In place of a CUDA event: the copy is already made."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
-        """True: done."""
         return True
 
 
 class StatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """A request's states are written once it ends: `hidden_states` [T, layers, H] in the server's
-    dtype, `token_ids` [T].
-    """
+    """Writes each request's `hidden_states` [T, layers, H] and `token_ids` [T]."""
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         cache: Any = self._kv_cache

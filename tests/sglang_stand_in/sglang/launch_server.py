@@ -25,4 +25,6 @@ if given.speculative_draft_model_path:
     words += ["--speculation", f"fixed({steps},{topk},{given.speculative_num_draft_tokens})"]
 else:
     words += ["--speculation", "off"]
-os.execv(sys.executable, [sys.executable, "-m", "eyas.cli.main", *words])
+program = os.environ.get("EYAS_PROGRAM")  # of tests/fork_server.py
+command = [program] if program else [sys.executable, "-m", "eyas.cli.main"]
+os.execv(command[0], [*command, *words])
