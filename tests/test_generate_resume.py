@@ -151,6 +151,7 @@ def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_pat
             die()
         if is_time and when == "torn":
             half = output / f"{name}.partial-{os.getpid()}"
+            half.parent.mkdir(parents=True, exist_ok=True)
             half.write_bytes(data[: len(data) // 2])
             die()
         write(self, name, data)
