@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -128,11 +129,14 @@ if __name__ == "__main__":
     try:
         exec(its_code)
     except SystemExit as error:
-        ended = int(error.code or 0)
-    except BaseException:
-        ended = 1
+        ended = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        ended = 130 if isinstance(error, KeyboardInterrupt) else 1
         traceback.print_exc()
-    # to tear down all modules takes a forked process seconds
+    # as any process ends, but without tearing down its modules, which takes a forked one seconds
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ from eyas.features import generate as stage
 from eyas.features.answers import AnswerParts, JournalEntry
 from eyas.features.backends import EngineBackend
 from eyas.features.generate import GenerateConfig, generate
-from eyas.records import Answer, Origin, read_answers
+from eyas.records import Answer, Origin, read_answers, read_origins
 from tests.stages import (
     contents,
     ended,
@@ -185,7 +185,9 @@ def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_pat
             generate(config, prompts, Artifact(str(output)))
     generate(config, prompts, Artifact(str(output)))
     assert not kept & asked_for(asked)
-    assert contents(Artifact(str(output))) == contents(whole[0])
+    made = Artifact(str(output))
+    assert contents(made) == contents(whole[0])
+    assert [one.key for one in read_origins(made)] == [one.key for one in read_answers(made)]
     assert {path: path.stat().st_mtime_ns for path in files} == files, "whole parts stay"
 
 

@@ -276,7 +276,7 @@ def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | Sta
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:
-    """By a hash of the prompt alone: it stays when other prompts come or go."""
+    """By a hash of the prompt's id alone: it stays when other prompts come or go."""
     number = int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
     return "held_out" if number < held_out_share * 2**64 else "train"
 

@@ -2,8 +2,8 @@
 
 Truncated, looping and empty answers end their conversation; these and refusals are marked and kept.
 An answer with personal data that its prompt lacked is dropped and counted. The engine in this
-process answers, or `servers`; a killed run resumes (see answers). Servers, batch sizes and heads
-change no answer and are not in the identity.
+process answers, or `servers`, which the identity tells apart; a killed run resumes (see answers).
+Which servers, batch sizes and heads change no answer and are not in the identity.
 """
 
 from __future__ import annotations

@@ -108,4 +108,5 @@ class FeatureSource(Protocol):
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """token_ids int32 [T] and loss_mask bool [T] of every sample: cheap."""
 
-    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]: ...
+    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
+        """The samples of each list of numbers; to go on after n batches, give batches[n:]."""
