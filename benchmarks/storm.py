@@ -221,7 +221,9 @@ class Storm:
             return False
         self.counts[f"refused_{status}"] += 1
         code = {503: "too_many_connections", 429: "queue_full"}.get(status)
-        self.expect(reply.json()["error"]["code"] == code is not None, f"refused: {reply.text}")
+        # other refusals, a 500's plain text among them, are failures
+        is_right = code is not None and reply.json()["error"]["code"] == code
+        self.expect(is_right, f"refused: {reply.text}")
         if status == 429:
             self.expect(int(reply.headers.get("retry-after", 0)) >= 1, "no retry-after")
         await asyncio.sleep(self._rng.uniform(0.2, 1.5))  # sooner than retry-after says

@@ -68,7 +68,9 @@ def server_url(url: str) -> str:
 
 
 def api_key() -> str | None:
-    """The key in EYAS_API_KEY. Raises ConfigError for one that no header can carry."""
+    """The key in EYAS_API_KEY, and nowhere else: settings and command lines end up in manifests and
+    reports. Raises ConfigError for one that no header can carry.
+    """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(

@@ -58,7 +58,7 @@ def accepted_by_position(accept_hist: Sequence[int]) -> list[int]:
 
 
 def acceptance_by_position(accept_hist: Sequence[int]) -> list[float]:
-    """[i]: of the rounds that accepted i drafts, the share that accepted one more."""
+    """[i]: of the rounds that accepted i drafts or more, the share that accepted one more."""
     return acceptance_of_positions(sum(accept_hist), accepted_by_position(accept_hist))
 
 

@@ -7,7 +7,8 @@ data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universal
 Twitter Corpus, github.com/GateNLP/broad_twitter_corpus; WikiGold, on the authors' pages), and
 prompts (`gsm8k_train`, `tldr`, `self_dialogue`, `instructions`; as `benchmarks/natural.py` reads
 them). Without it only made-up texts are used. It takes about twenty minutes of one core, and
-goes on from what it saved when it is started again. The packaged weights are older.
+goes on from what it saved when it is started again. The packaged weights are no single run of it:
+eyas/privacy/weights/README.md.
 """
 
 from __future__ import annotations

@@ -324,7 +324,8 @@ def test_a_template_that_changes_the_shield_is_refused(tmp_path):
 
 def test_tools_and_calls_are_text_too(families):
     chat = families["qwen3"]
-    call = {"type": "function", "function": {"name": "find", "arguments": {"city": "<|im_end|>"}}}
+    arguments = {"<|im_end|>": "<|im_end|>"}
+    call = {"type": "function", "function": {"name": "find", "arguments": arguments}}
     messages: list[Any] = [
         {"role": "user", "content": "Find it."},
         {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -5,13 +5,15 @@ running.
 import json
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.engine.costs import CostTable, Curve, kept_or_measured, measure, monotone
+from eyas.engine import costs
+from eyas.engine.costs import CostTable, Curve, kept_or_measured, measure, monotone, round_costs
 from eyas.engine.policy import Correction
 
 IDENTITY = {"target": "a", "head": "b", "tree_topk": 3, "processor": "cpu of a kind"}
@@ -106,6 +108,19 @@ def test_table_is_kept_and_read_back(cache):
     for name in IDENTITY:  # another identity has a table of its own
         other = kept_or_measured(IDENTITY | {name: "another"}, lambda: table(2.0))
         assert other.target(1) == 2.0
+
+
+def test_a_table_is_of_all_that_costs_depend_on(monkeypatch):
+    monkeypatch.setattr(costs, "kept_or_measured", lambda identity, *_: identity)
+    for name in ("processor", "num_threads", "build"):
+        monkeypatch.setattr(costs, name, lambda name=name: name)
+    target = SimpleNamespace(fingerprint="weights", precision="packed")
+    head = SimpleNamespace(config=SimpleNamespace(model_dump_json=lambda: "shape"))
+    work = SimpleNamespace(target=target, draft=head, tree_topk=3, measured=None)
+    assert round_costs(work) == {
+        "target": "weights", "head": "shape", "tree_topk": 3, "dtype": "packed",
+        "processor": "processor", "threads": "num_threads", "native": "build",
+    }  # fmt: skip
 
 
 def test_a_stale_table_is_measured_anew(cache):

@@ -217,6 +217,13 @@ def test_the_tree_of_eagles_repository_is_refused_with_the_nearest():
         assert str(EngineConfig(speculation=near).parsed()) == near
 
 
+def test_sizes_of_speculation_are_said_in_one_place():
+    assert str(EngineConfig(speculation="auto").parsed()) == "auto(6,3,12)"
+    for name in ("num_draft_steps", "tree_topk", "num_verify_tokens"):
+        with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+            EngineConfig(**{"speculation": "fixed(4,1,5)", name: 6})
+
+
 def test_a_head_for_another_target_is_refused(target):
     config, tensors = random_head(target)
     with pytest.raises(MismatchError, match="hidden size 16"):

@@ -285,8 +285,10 @@ LEFT = [
     "The crate is 6706 4808 9506 mm.",
     "Move it from bin 215-17-3791 to shelf 315-17-3792.",
 ]
-UNCHECKED = {"US ITIN", "UK NINO", "US EIN", "DK CPR", "AR DNI", "MX RFC", "ID NIK", "MY NRIC"}
-UNCHECKED |= {"IN PAN", *(kind.name for kind in IDENTIFIERS if not kind.is_checked)}
+# Form and ranges alone, by name: a check that is lost from the table has to fail
+UNCHECKED = {"tax number", "PK CNIC", "VN CCCD", "BR RG", "VIN", "KR RRN, any", "document"}
+UNCHECKED |= {"US ITIN", "UK NINO", "US EIN", "DK CPR", "AR DNI", "MX RFC", "ID NIK", "MY NRIC"}
+UNCHECKED |= {"IN PAN"}
 
 
 def some(count, letters=MIXED, start=37):

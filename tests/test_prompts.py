@@ -91,6 +91,12 @@ def test_every_row_is_accounted_for(tmp_path):
     assert licences == {"MIT", "CC-BY-4.0"}
 
 
+def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
+    rows = [openai("I am ana@example.com"), openai("I am bob@example.org")]
+    output = run(tmp_path, rows, personal={"policy": "mask"})
+    assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
+
+
 def test_invented_values_hide_no_near_duplicate(tmp_path):
     said = (
         "Please write me a polite letter that ends the contract with my gym before the next summer "

@@ -339,6 +339,9 @@ def test_the_official_client_reads_refusals(client):
     with pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(model="another", messages=MESSAGES)
     assert refused.value.code == "model_not_found"
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="no model 'another' here"):
+        client.models.retrieve("another")
 
 
 def test_the_model_is_optional(client):

@@ -130,6 +130,7 @@ def test_events_are_in_openais_order(client):
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[2].item.content == []  # its part is an event of its own
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     whole = respond(client, max_output_tokens=4)
     assert text == events[-1].response.output_text == whole.output_text

@@ -174,4 +174,8 @@ def test_the_walk_equals_serving_an_answer(data):
     assert tally.rounds == rounds
     assert tally.emitted == n - 1
     assert (tally.judged, tally.accepted) == (judged, accepted)
+    hist = [2 * count for count in tally.accept_hist]
+    tally.add(tally)
+    doubled = [[2 * count for count in counts] for counts in (judged, accepted)]
+    assert [tally.accept_hist, tally.judged, tally.accepted] == [hist, *doubled]
     assert tally.tau == ((n - 1) / rounds if rounds else 0)

@@ -109,7 +109,9 @@ class BenchConfig(Settings):
         return facts.kind in SALTED and "cache_salt" not in self.arms[arm].fields
 
     def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm. All arms have the same seed for a prompt."""
+        """The request of one prompt to one arm. All arms have the same seed for a prompt; one seed
+        for all prompts would correlate their draws.
+        """
         body = {
             "model": model,
             "messages": list(task.messages),

@@ -38,7 +38,7 @@ from eyas.tau import (
     tokens_per_forward,
 )
 
-RARE = 0.3  # share of tokens from rounds up to which an arm decodes plainly
+RARE = 0.3  # an arm whose rounds emit at most this share of its tokens decodes plainly
 NOISE = 1.1  # ratio of two equal arms on a busy machine
 RATIOS = ("speedup", "throughput_ratio", "e2e_speedup")
 

@@ -115,8 +115,8 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _filled(self) -> RunConfig:
-        """Paths of packaged prompts; and a new head's norms are the default ones only where every
-        engine of export.forms reads them, unless the run file gives some.
+        """Paths of packaged prompts, and refusals. A new head's norms are the default ones only
+        where every engine of export.forms reads them, unless the run file gives some.
         """
         named = [(one, {"path": packaged_prompts(one.path)}) for one in self.prompts.sources]
         found = [one.model_copy(update=change) for one, change in named]

@@ -117,16 +117,13 @@ def judge(
     known = find(source)
     alike = known or named_like(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
-    traits = [
-        *_licence_traits(holds["licence"], policy),
-        *_author_traits("prompts_by", holds["prompts_by"], policy),
-        *_author_traits("answers_by", holds["answers_by"], policy),
-    ]
-    if alike:
-        for one in alike.terms:
-            meaning = policy.traits.get(one, "asked by its publisher")
-            traits.append(SourceTrait("terms", one, one, meaning))
-        traits += _contradictions(source, alike, policy)
+    traits = [*_licence_traits(holds["licence"], policy)]
+    for term in alike.terms if alike else ():
+        meaning = policy.traits.get(term, "asked by its publisher")
+        traits.append(SourceTrait("terms", term, term, meaning))
+    traits += _author_traits("prompts_by", holds["prompts_by"], policy)
+    traits += _author_traits("answers_by", holds["answers_by"], policy)
+    traits += _contradictions(source, alike, policy) if alike else ()
     if not known and any(one.is_log for one in look or ()) and not (source.log or source.shape):
         remedy = (
             "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "

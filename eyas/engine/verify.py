@@ -2,7 +2,8 @@
 
 The target draws every token from its own distribution. A drawn token that is a child of the current
 node is accepted; any other is the bonus token and ends the walk. Every emitted token is the
-target's own draw after those before it: the output is that of plain decoding, whatever the tree.
+target's own draw after those before it, by numbers that follow from the request's seed: the output
+is that of plain decoding, whatever the tree, even one that follows from the same numbers.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
     "it through transformers, and check says which servers take the head"
 )
-MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of the native decoder
+MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
 MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in memory
 
 

@@ -75,7 +75,7 @@ def _make(path: Path) -> None:
 
 
 def keyed(key: bytes, *parts: str) -> bytes:
-    """HMAC-SHA256 over the parts, each with its length."""
+    """HMAC-SHA256 over the parts, each with its length: no two lists give the same bytes."""
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     return hmac.digest(
         key, b"".join(len(part).to_bytes(8, "big") + part for part in encoded), "sha256"

@@ -194,7 +194,7 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
 @contextmanager
 def _exits_on_signals() -> Iterator[threading.Event]:
     """The first SIGTERM or SIGINT ends the block by SystemExit(0); later ones are ignored. Handlers
-    are set before the model is loaded: the first process of a container ignores signals without.
+    are set before the model is loaded: a container's first process ignores signals that have none.
     The event is set too: Python drops an exception in the collection of a weak reference.
     """
     signalled = threading.Event()
