@@ -41,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
         build.wait()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What runs on Ray waits for `-m ray`; `test_executor.test_all_on_ray` gives it."""
+    if config.option.markexpr != "ray":
+        on_ray = [one for one in items if one.get_closest_marker("ray")]
+        config.hook.pytest_deselected(items=on_ray)
+        items[:] = [one for one in items if one not in on_ray]
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     """gzip writes the time: the test's name would differ between processes."""
     return "gzip" if isinstance(val, bytes) and val.startswith(b"\x1f\x8b") else None

@@ -7,7 +7,6 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.fork_server import imported_once
 from tests.stages import killed_at_a_write, patched, write_answers
 from tests.tiny import tiny_target
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 KILLED_AT = 3  # forwards of the first worker that gets so far
 
 
@@ -108,7 +106,7 @@ def load_or_be_killed(config: CaptureConfig, target_fingerprint: str) -> Any:
 
 @pytest.mark.parametrize(
     ("decoder", "executor"),
-    [("transformers", "local"), pytest.param("own", "ray", marks=needs_ray)],
+    [("transformers", "local"), pytest.param("own", "ray", marks=pytest.mark.ray)],
 )
 def test_a_killed_worker_changes_nothing(
     target, answers, of_one_process, tmp_path, monkeypatch, decoder, executor

@@ -19,7 +19,17 @@ from eyas.errors import ConfigError, CorruptError, EyasError
 from eyas.executor import IN_FLIGHT, LocalExecutor, RayExecutor
 
 ROOT = Path(__file__).resolve().parents[1]
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+ON_RAY = ("executor", "capture_workers", "prompts_scale")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_all_on_ray():
+    """In a process of its own: Ray leaves threads, and a process with threads cannot fork."""
+    files = [f"tests/test_{name}.py" for name in ON_RAY]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "ray", *files]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert "skipped" not in made.stdout
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +53,7 @@ def _cluster_for_ray(request):
 KINDS = [
     pytest.param(LocalExecutor, 1, id="here"),
     pytest.param(LocalExecutor, 2, id="processes"),
-    pytest.param(RayExecutor, 2, id="ray", marks=needs_ray),
+    pytest.param(RayExecutor, 2, id="ray", marks=pytest.mark.ray),
 ]
 
 
@@ -126,7 +136,7 @@ def test_a_killed_worker_is_a_clear_error(kind, workers):
     assert "run the same command again" in raised.value.hint
 
 
-@needs_ray
+@pytest.mark.ray
 def test_a_worker_that_ray_loses_is_replaced_and_its_jobs_are_done_again(tmp_path):
     with RayExecutor(KilledOnce(str(tmp_path / "mark")), 2) as executor:
         assert list(executor.map([1, 2, 3, 4, 5, 6])) == [2, 4, 6, 8, 10, 12]
@@ -175,6 +185,6 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
         RayExecutor(Times(1), 2)
 
 
-@needs_ray
+@pytest.mark.ray
 def test_a_ray_of_its_own(cluster):
     assert cluster == [2, 4, 6]

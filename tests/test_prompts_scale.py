@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from eyas.errors import EyasError
 from tests.source_rows import json_lines, written
 from tests.stages import ROOT
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 BLOCK_ROWS, ROWS_PER_PART = 20, 30
 MARKER = "Tuesday-at-nine"
 WORDS = ["table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "pencil"]
@@ -130,7 +128,7 @@ def test_what_is_compared_has_everything(undisturbed):
     assert len(set(ids)) == len(ids) == ledger["rows_out"]
 
 
-@needs_ray
+@pytest.mark.ray
 def test_ray_changes_nothing(sources, undisturbed, tmp_path):
     assert contents(made(tmp_path, sources, executor="ray", workers=2)) == undisturbed
 
