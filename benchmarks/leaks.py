@@ -17,12 +17,14 @@ of the target's distribution: what the attack finds where a head does memorise. 
 without the least-squares map, `refresh` at the packaged head. Membership is that of `eyas check
 --leaks`, by the loss alone and less the loss of the packaged head. tau: chains of 5 on held-out
 answers. All is kept in --folder, so that a cut run goes on; --only names the heads to train. The
-last line of stdout is one JSON object.
+last line of stdout is one JSON object. --packaged trains nothing: membership of the packaged head,
+600 problems of GSM8K that it learned from and the 600 that it never saw, answered again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import logging
@@ -313,6 +315,23 @@ def measured(
     }
 
 
+def of_packaged(args: argparse.Namespace, vocabulary: TargetVocabulary) -> Membership:
+    """By the order of recipes/head_prompts.py, which left the last 600 problems out."""
+    data, sides = held_out.DATA / "gsm8k_train.jsonl.gz", []
+    rows = gzip.decompress(data.read_bytes()).splitlines(keepends=True)
+    random.Random(0).shuffle(rows)
+    head = Path(hub.resolve_head(args.target))
+    loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
+    learned = random.Random(1).sample(rows[:-600], 600)
+    for name, some in (("learned", learned), ("unseen", rows[-600:])):
+        args.data, args.prompts = args.folder / f"{name}.jsonl", len(some)
+        args.folder.mkdir(parents=True, exist_ok=True)
+        args.data.write_bytes(b"".join(some))
+        both = (Features(held_out.captured(args, 0.5), split) for split in ("train", "held_out"))
+        sides.append([loss for one in both for loss in losses(loaded, vocabulary, one)])
+    return Membership.of(*sides)
+
+
 def main() -> None:
     parser = held_out.feature_arguments(__doc__, prompts=1000)
     parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/leaks"))
@@ -320,7 +339,12 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], help="of the heads, and the packaged one")
     parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
+    parser.add_argument("--packaged", action="store_true")
     args = parser.parse_args()
+    if args.packaged:
+        vocabulary = TargetVocabulary.load(hub.resolve_target(args.target, True))
+        print(json.dumps(asdict(of_packaged(args, vocabulary))))
+        return
     if args.quick:
         args.prompts, args.canaries, args.passes = min(args.prompts, 40), 33, 1
     logging.disable(logging.INFO)
