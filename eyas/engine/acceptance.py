@@ -3,9 +3,9 @@
     conditional  P(candidate drawn | its parent drawn)
     path         product of the conditionals from the root: never above the parent's
 
-A candidate is judged when its parent was drawn: the next drawn token says which child it was. The
-ratio of drawn to expected candidates of the head, counted by depth, corrects a head's confidence. A
-candidate of text has the probability of its kind of match.
+A candidate, verified or not, is judged when its parent was drawn: the next drawn token says which
+child it was. The ratio of drawn to expected candidates of the head, counted by depth, corrects a
+head's confidence. A candidate of text has the probability of its kind of match.
 
 Letters: B requests with candidates, C candidates of each, D longest answer of the round, K draft
 steps.

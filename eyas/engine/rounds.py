@@ -215,7 +215,7 @@ class Rounds:
 
     def switch_off(self, error: Exception) -> None:
         """Decode without the head from now on: it has failed, and would again. Running samples emit
-        what plain decoding emits.
+        what plain decoding emits: a tree decides how many tokens a round emits, never which.
         """
         # the server's health shows this: of other errors the type only
         self.draft_failure = str(error) if isinstance(error, DraftError) else type(error).__name__

@@ -2,8 +2,8 @@
 
 The native library (`cpp/draw.h`) draws; tests/oracle/sampling.py is the plain form, equal to the
 last bit. Order: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A
-cut keeps the best tokens, of equal ones the smaller ids; the rest is renormalised before the next
-cut.
+cut keeps the best tokens, of equal ones the smaller ids, so no result depends on the batch; the
+rest is renormalised before the next cut.
 
 Each token of the vocabulary has an exponential random number; the token with the largest ratio of
 weight to number is drawn (Gumbel-max). The numbers follow from the request's seed, so a drafter

@@ -1,8 +1,9 @@
 """The engines that load our heads, as one table: form, targets, limits and command of each. A new
 engine is an entry of ENGINES (and a writer in model/forms.py for a new form).
 
-Sources: the engines' code, proved by `benchmarks/engines.py` (docs/decisions/heads.md); llama.cpp
-of llama-cpp-python 0.3.36; optimum-intel 2.2; docs.sglang.io, docs.vllm.ai.
+Sources: the engines' code (SGLang's arg_groups/speculative_hook.py, vLLM's config/speculative.py),
+proved by `benchmarks/engines.py` (docs/decisions/heads.md); llama-cpp-python 0.3.36, optimum-intel
+2.2. SGLang verifies all drafts of a chain and the root, whatever number it is given.
 """
 
 from __future__ import annotations

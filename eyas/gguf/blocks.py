@@ -1,7 +1,8 @@
 """The matrices of a GGUF file as stored: blocks of codes with their scales.
 
 KINDS: the formats of ggml (llama.cpp's ggml-common.h) that the native decoder multiplies without
-dequantising. A new one is an entry here and one in model/cpp/formats.h. Letters: N rows, K columns.
+dequantising. A new one is an entry here and in model/cpp/formats.h, its numbers in
+tests/quantised_twin.py. Letters: N rows, K columns.
 """
 
 from __future__ import annotations

@@ -251,7 +251,8 @@ def fingerprint(folder: str | Path) -> str:
     """Which target a folder holds: 16 hex digits over config, tokenizer and template, and over
     samples of each weight file: 64 KiB at 256 places, all of a file up to 16 MiB.
 
-    A moved target is the same, a retrained one another. Raises MissingInputError.
+    A moved target is the same, a retrained one another; a single changed value can escape. Raises
+    MissingInputError.
     """
     root = Path(folder)
     files = [
