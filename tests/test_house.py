@@ -36,7 +36,7 @@ ROOMS = {
     "train": (100, "objective, optimizer, runs"),
     "cli": (121, "one file per command"),
     "top": (157, "artifacts, stores, records, errors, names of models, pages, Python's API"),
-    "export": (93, "forms of other engines, check by replay, card, foretold speed"),
+    "export": (94, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (42, "chat template and tokenizer"),
     "shards": (40, "the feature format"),
     "evaluate": (57, "tau before a head is served; what it kept of its answers"),
