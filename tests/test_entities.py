@@ -219,7 +219,7 @@ def test_a_run_ends_where_another_begins():
         ("LOCATION", 4, 4),
         ("STREET_ADDRESS", 5, 5),
     ]
-    assert list(entities.runs(probabilities_TL * 0.3)) == []
+    assert list(entities.runs(probabilities_TL * 0.28)) == []
 
 
 PARTS = [

@@ -42,7 +42,7 @@ WRONG = {
     "lm_head": (
         {"target_lm_head_sha256": "b" * 64},
         "against the lm_head bbbbbbbbbbbb, this target's is aaaaaaaaaaaa",
-        "very",
+        "features were captured from",
     ),
     "theta": (
         {"rope": RopeConfig(theta=1e6)},
