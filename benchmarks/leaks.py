@@ -320,12 +320,12 @@ def of_packaged(args: argparse.Namespace, vocabulary: TargetVocabulary) -> Membe
     data, sides = held_out.DATA / "gsm8k_train.jsonl.gz", []
     rows = gzip.decompress(data.read_bytes()).splitlines(keepends=True)
     random.Random(0).shuffle(rows)
-    head = Path(hub.resolve_head(args.target))
-    loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
+    loaded = load_head(hub.resolve_head(args.target), vocabulary.config, vocabulary.lm_head)
     learned = random.Random(1).sample(rows[:-600], 600)
+    args.features, args.prompts = None, 600  # both sides are captured here
+    args.folder.mkdir(parents=True, exist_ok=True)
     for name, some in (("learned", learned), ("unseen", rows[-600:])):
-        args.data, args.prompts = args.folder / f"{name}.jsonl", len(some)
-        args.folder.mkdir(parents=True, exist_ok=True)
+        args.data = args.folder / f"{name}.jsonl"
         args.data.write_bytes(b"".join(some))
         both = (Features(held_out.captured(args, 0.5), split) for split in ("train", "held_out"))
         sides.append([loss for one in both for loss in losses(loaded, vocabulary, one)])
