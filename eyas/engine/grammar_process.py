@@ -81,9 +81,7 @@ def compiled(tokenizer: LLTokenizer, kind: Kind, source: str) -> LLMatcher:
     except ValueError as error:
         raise InputError(
             f"the {kind} cannot be read: {error}",
-            "give a grammar in GBNF or Lark's form"
-            if kind == "grammar"
-            else "give a JSON schema, an object, as a string of JSON",
+            "give a JSON schema, or a grammar in GBNF or Lark's form",
         ) from error
     start = LLMatcher(tokenizer, text, log_level=0, limits=PARSER_LIMITS)
     start.compute_bitmask()  # finds what is too large to be followed, and what allows nothing

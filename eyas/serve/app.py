@@ -34,6 +34,7 @@ from eyas.artifact import VERSION
 from eyas.card import CardTau
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
+from eyas.engine.grammar_process import KINDS
 from eyas.engine.request import Update
 from eyas.errors import ConfigError, EyasError, InputError
 from eyas.serve.answers import (
@@ -524,7 +525,10 @@ class Api:
             wait_s = min(max(1, round(waited_s)), 60)
             raise ApiError(429, error.what, code="queue_full", retry_after=wait_s) from error
         except EyasError as error:
-            raise api_error(error) from error
+            failed = api_error(error)
+            if failed.param in KINDS and any(one.may_call for one in exchange.completions):
+                failed.param, failed.message = "tools", f"tools: {failed.message}"
+            raise failed from error
 
     # Bodies
 

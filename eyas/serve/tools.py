@@ -17,7 +17,7 @@ from typing import Any
 from eyas.engine.grammar_process import BLANKS
 from eyas.engine.schemas import plain_schema
 from eyas.engine.stop import StopFilter
-from eyas.serve.limits import ApiError, unsupported
+from eyas.serve.limits import ApiError
 from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -31,7 +31,6 @@ BEGIN = re.compile(
 )
 MAX_BEGIN = 300
 MARKS = re.compile(rf"""{CLOSING}|\\["\\]|["\n]""")
-_DEFINITIONS = ("$defs", "definitions")
 _JOINS = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")  # more arguments than are listed
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HOW = """You may call these functions, of which each line describes one:
@@ -241,7 +240,7 @@ def in_text(
 
 def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None = None) -> str:
     """The grammar, in llguidance's form, of an answer in words or of a schema, or of words and then
-    calls as `in_text` writes them. Raises ApiError as `call_schema` does.
+    calls as `in_text` writes them. Raises ApiError for a schema that is no JSON.
     """
     calls = {**json.loads(call_schema(tools)), "x-guidance": _BLANKS}
     more = f' ("\\n{OPENING}" one)*' if may_repeat else ""
@@ -266,27 +265,21 @@ def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None =
 
 def call_schema(tools: Sequence[Tool]) -> str:
     """The JSON schema of a call of one of the tools; arguments that its parameters do not name need
-    additionalProperties. Raises ApiError for contradicting definitions.
+    additionalProperties, and a tool without parameters has no arguments.
     """
-    definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
-        parameters = plain_schema(dict(tool.function.parameters or {"type": "object"}))
+        name, given = tool.function.name, tool.function.parameters
+        parameters = plain_schema(given or {"type": "object", "properties": {}})
         if "properties" in parameters and parameters.keys().isdisjoint(_JOINS):
             parameters.setdefault("additionalProperties", False)
-        for name in _DEFINITIONS:
-            defined = parameters.pop(name, {})
-            if not isinstance(defined, dict):
-                raise unsupported("tools", f"{name} of a tool's parameters is no object")
-            for key, schema in defined.items():
-                if definitions.setdefault(name, {}).setdefault(key, schema) != schema:
-                    raise unsupported(
-                        "tools", f"two tools define {name} of the same name differently"
-                    )
-        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        # with an id, "#" in a $ref is the parameters' own root; draft 7 ignores an id beside $ref
+        parameters["$id"] = f"tool:{name}"
+        parameters.pop("$schema", None)
+        properties = {"name": {"const": name}, "arguments": parameters}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append({**call, "additionalProperties": False})
-    return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
+    return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
 
 
 def readable(part: str | Call) -> str | Call:

@@ -123,6 +123,7 @@ class CompletionWriter(ABC):
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.tokenizer = tokenizer
+        self.may_call = isinstance(body, ChatRequest) and bool(body.offered_tools)
         samples = [(request, index) for request in requests for index in range(request.params.n)]
         self.choices = [
             Choice(number, request, tokenizer, body) for number, (request, _) in enumerate(samples)
@@ -273,13 +274,12 @@ class ChatWriter(_OpenAIWriter):
         self, requests: Sequence[Request], tokenizer: Tokenizer, body: ChatRequest
     ) -> None:
         super().__init__(requests, tokenizer, body)
-        self._may_call = bool(body.offered_tools)
         self._num_calls = [0] * len(self.choices)
 
     def write(self, choice: Choice, delta: Delta) -> str:
         # clients begin a text at the first content that is not null, though only a call may follow
         message: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
-        message["content"] = None if self._may_call and not delta.text else delta.text
+        message["content"] = None if self.may_call and not delta.text else delta.text
         for one in delta.calls:  # clients put the chunks of a call together by its index
             self._num_calls[choice.number] += one.name is not None
             index = self._num_calls[choice.number] - 1
