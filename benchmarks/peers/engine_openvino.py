@@ -1,9 +1,9 @@
 """OpenVINO GenAI as a worker of engines.py.
 
-weights: stored as they came (bf16), as fp16 or fp32; inference_precision: what the CPU plugin
-computes in. A chain sets num_assistant_tokens alone, a tree also branching_factor and tree_depth.
-A tree needs `kv_cache`: where no precision is named, GenAI moves the keys and values of an accepted
-branch as if they had another, and the answers are wrong.
+Weights are stored as they came (bf16); the CPU plugin computes in fp32. A chain sets
+num_assistant_tokens alone, a tree also branching_factor and tree_depth. A tree needs a precision of
+keys and values: where none is named, GenAI moves those of an accepted branch as if they had
+another, and the answers are wrong.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class OpenVino:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         device = {
-            "INFERENCE_PRECISION_HINT": settings["inference_precision"],
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
             "INFERENCE_NUM_THREADS": settings["threads"],
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_HYPER_THREADING": True,
         }
-        if "kv_cache" in settings:
-            device["KV_CACHE_PRECISION"] = settings["kv_cache"]
-        device |= {"PERFORMANCE_HINT": "LATENCY", "ENABLE_HYPER_THREADING": True}
         options: dict[str, Any] = dict(device)
         self.speculates = "num_draft_steps" in settings
         if self.speculates:
@@ -69,19 +69,18 @@ class OpenVino:
         tokens = list(answer.tokens[0])
         # ms, one for each forward that gave tokens
         measured = answer.perf_metrics.raw_metrics
-        times, first = measured.m_new_token_times, measured.m_times_to_first_token[0]
-        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1, first / 1e3)
+        times = measured.m_new_token_times
+        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1)
 
 
 def exported(settings: dict[str, Any], folder: str, *info: str) -> str:
     """The model of a Hugging Face folder in OpenVINO's form, exported once. info: of a head, its
     layers.
     """
-    weights = settings["weights"]
-    made = Path(settings["work"], f"{Path(folder).name}-openvino-{weights}")
+    made = Path(settings["work"], f"{Path(folder).name}-openvino")
     if not made.exists():
         half = made.with_name(made.name + ".half")
-        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half), weights]
+        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half)]
         subprocess.run([*command, *info], check=True, stdout=sys.stderr)
         half.rename(made)
     return str(made)

@@ -1,4 +1,4 @@
-"""SGLang on a CPU as a worker of the peers benchmark: its engine, with its scheduler and its draft
+"""SGLang on a CPU as a worker of engines.py: its engine, with its scheduler and its draft
 worker in processes of their own, as its server starts it.
 
 Its innermost loops are torch's (sglang_cpu/sgl_kernel.py), so seconds say nothing about SGLang.
