@@ -23,9 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from held_out import machine, user_turns
+from held_out import machine
 
 from eyas.artifact import Artifact, identity
+from eyas.bench.workload import read_tasks
+from eyas.builtin import BUILTIN
 from eyas.records import Prompt, read_answers, read_origins
 
 TURNS = (1, 1, 2, 3)  # of a conversation
@@ -34,7 +36,9 @@ MAX_LENGTH, MAX_BATCH = 512, 32
 
 def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
     """A fifth more turns than rows: some follow a turn that ends its conversation."""
-    rng, known, prompts, turns = random.Random(seed), user_turns(), [], 0
+    tasks = read_tasks(BUILTIN, 10**6, seed)
+    known = sorted({str(task.messages[-1]["content"]) for task in tasks})
+    rng, prompts, turns = random.Random(seed), [], 0
     while turns < 1.2 * num_rows:
         count = rng.choice(TURNS)
         said = tuple(" ".join(rng.sample(known, rng.choice((1, 1, 2)))) for _ in range(count))
