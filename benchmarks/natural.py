@@ -257,12 +257,12 @@ def labelled(data: Path) -> list[Natural]:
 
 
 def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str, Any]:
-    """By type: findings, of those right (they overlap a value of the type that the readers saw),
-    and of those a private person's; private values, and of those found whole. By form, over rows
-    drawn by chance and options: rows, those with a finding, those with one that is not private;
-    public and invented persons, and those that stay.
+    """By type: findings, of those right (they overlap a value of the type that the readers saw);
+    private values, and of those found whole. By form, over rows drawn by chance and options: rows,
+    those with a finding, those with one that is not private; public and invented persons, and those
+    that stay.
     """
-    found, right, due, private, covered = (Counter[str]() for _ in range(5))
+    found, right, private, covered = (Counter[str]() for _ in range(4))
     forms: dict[str, list[int]] = {}
     for row in rows:
         places: set[int] = set()
@@ -277,7 +277,6 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
             ]
             found[kind] += 1
             right[kind] += bool(over)
-            due[kind] += "private" in over
             wrong |= "private" not in over
             places.update(range(one.start, one.end))
         for type, start, end, who in row.spans:
@@ -299,7 +298,6 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
             type: {
                 "found": found[type],
                 "right": right[type],
-                "due": due[type],
                 "private": private[type],
                 "covered": covered[type],
             }
