@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 class OpenVino:
-    """One pipeline, plain or with an EAGLE-3 head."""
+    """One pipeline with an EAGLE-3 head."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -33,23 +33,20 @@ class OpenVino:
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_HYPER_THREADING": True,
         }
-        options: dict[str, Any] = dict(device)
-        self.speculates = "num_draft_steps" in settings
-        if self.speculates:
-            options["draft_model"] = genai.draft_model(
-                exported(settings, settings["head_openvino"], settings["layers_openvino"]),
-                "CPU",
-                **device,
-            )
-        if self.speculates:
-            scheduler = genai.SchedulerConfig()
-            scheduler.cache_size = 1
-            scheduler.enable_prefix_caching = False
-            scheduler.max_num_seqs = 1
-            # a prompt whole: one whose last part is a single token ends a tree with an error
-            scheduler.max_num_batched_tokens = settings["max_length"]
-            options["scheduler_config"] = scheduler
-        self.pipeline = genai.LLMPipeline(exported(settings, settings["target"]), "CPU", **options)
+        head = exported(settings, settings["head_openvino"], settings["layers_openvino"])
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 1
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_seqs = 1
+        # a prompt whole: one whose last part is a single token ends a tree with an error
+        scheduler.max_num_batched_tokens = settings["max_length"]
+        self.pipeline = genai.LLMPipeline(
+            exported(settings, settings["target"]),
+            "CPU",
+            draft_model=genai.draft_model(head, "CPU", **device),
+            scheduler_config=scheduler,
+            **device,
+        )
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         end = self.settings["eos_token_id"]
@@ -57,8 +54,7 @@ class OpenVino:
             max_new_tokens=max_tokens, ignore_eos=ignore_eos, do_sample=False, eos_token_id=end
         )
         config.apply_chat_template = False
-        if self.speculates:
-            config.num_assistant_tokens = self.settings["num_draft_steps"]
+        config.num_assistant_tokens = self.settings["num_draft_steps"]
         if "tree_topk" in self.settings:
             config.branching_factor = self.settings["tree_topk"]
             config.tree_depth = self.settings["num_draft_steps"]

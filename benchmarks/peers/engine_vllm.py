@@ -25,14 +25,11 @@ class Vllm:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        speculative = None
-        if "num_draft_steps" in settings:
-            steps = settings["num_draft_steps"]
-            speculative = {
-                "method": "eagle3",
-                "model": settings["head_vllm"],
-                "num_speculative_tokens": steps,
-            }
+        speculative = {
+            "method": "eagle3",
+            "model": settings["head_vllm"],
+            "num_speculative_tokens": settings["num_draft_steps"],
+        }
         self.engine = LLM(
             settings["target"],
             dtype=settings["precision"],
