@@ -39,7 +39,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 engines: $(VENV)/installed $(ENGINES)/vllm/installed $(ENGINES)/openvino/installed $(ENGINES)/sglang/installed $(ENGINES)/llama.cpp/installed
-	$(BIN)/python benchmarks/engines.py --engines-folder $(ENGINES) --work $(ENGINES)/work --broken $(ARGS)
+	$(BIN)/python benchmarks/engines.py --engines-folder $(ENGINES) --work $(ENGINES)/work $(ARGS)
 
 clean:
 	rm -rf $(VENV)

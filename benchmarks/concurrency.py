@@ -1,14 +1,14 @@
 """Plain decoding against a head by number of requests at a time and by task, over HTTP.
 
     python benchmarks/concurrency.py [--quick] [--prompts 40] [--concurrency 1 2 4 6 8 10]
-        [--arms 'auto;head;fixed(4,1,5);llama.cpp'] [--llama-cpp BUILD]
-    python benchmarks/concurrency.py --starts 10
+        [--arms 'auto;head;fixed(4,1,5)']
+    python benchmarks/concurrency.py --starts 10 [--llama-cpp BUILD]
 
-An arm is a server in a process of its own: plain, `auto` (head and text), `head` (without text), a
-fixed tree by its name, `llama.cpp` (plain, on the GGUF file; BUILD is its cmake build folder). Arms
-take turns block by block on the same prompts, none trained on (held_out.py). --starts measures our
-server and llama.cpp's in turns: seconds until /health answers, by the clock and of CPU, MB (PSS)
-then and after an answer; medians. Writes bench's report; the last line is one JSON.
+An arm is a server in a process of its own: plain, `auto` (head and text), `head` (without text), or
+a fixed tree by its name. Arms take turns block by block on the same prompts, none trained on
+(held_out.py), as `eyas bench` has them. --starts measures our server, and llama.cpp's (BUILD is its
+cmake build folder) on the same GGUF file, in turns: seconds until /health answers, by the clock and
+of CPU, MB (PSS) then and after an answer; medians. The last line is one JSON.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import held_out
 import httpx
-from generate import free_port
+from servers import free_port, memory_mb, ready
 
 from eyas import hub
 from eyas.artifact import Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
-from eyas.bench.report import Contents, show_table, write_reports
+from eyas.bench.report import show_table
 from eyas.cli.stage import stage
 from eyas.engine.engine import EngineConfig
 from eyas.errors import EyasError
@@ -42,7 +40,7 @@ from eyas.serve.server import ServeConfig, running_server
 
 MOST_CHARACTERS = 4000
 PLAIN, LLAMA = "plain", "llama.cpp"
-LLAMA_CONTEXT, START_SECONDS = 2048, 60
+LLAMA_CONTEXT = 2048
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -79,42 +77,18 @@ def llama_command(args: argparse.Namespace, port: int) -> list[str]:
     return [*command, "--jinja", "--metrics"]
 
 
-@contextmanager
-def ready(command: list[str], port: int) -> Iterator[tuple[int, str]]:
-    """The process id and the URL of a server, once it answers."""
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # as installed packages start
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, **silent) as process:
-        try:
-            url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-            while not is_up(url):
-                if process.poll() is not None or time.monotonic() > until:
-                    sys.exit(f"error: the server does not start: {command}")
-                time.sleep(0.02)
-            yield process.pid, url
-        finally:
-            process.terminate()
-
-
 def started(command: list[str], port: int, model: str) -> dict[str, float]:
     begun = time.monotonic()
     with ready(command, port) as (pid, url):
-        place = Path(f"/proc/{pid}")
         ready_s = time.monotonic() - begun
-        times = place.joinpath("stat").read_text().rpartition(")")[2].split()[11:13]
-        ready_mb = memory_mb(place)
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        ready_mb = memory_mb(pid)
         said = [{"role": "user", "content": "Tell me a story about a table."}]
         body = {"model": model, "messages": said, "max_tokens": 128}
         httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
         cpu_s = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
-        after_mb = memory_mb(place)
+        after_mb = memory_mb(pid)
     return {"ready_s": ready_s, "cpu_s": cpu_s, "ready_mb": ready_mb, "after_mb": after_mb}
-
-
-def memory_mb(place: Path) -> float:
-    lines = place.joinpath("smaps_rollup").read_text().splitlines()
-    (kib,) = (line.split()[1] for line in lines if line.startswith("Pss:"))
-    return int(kib) * 1.024e-3
 
 
 def starts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -130,13 +104,6 @@ def starts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         name: {key: rounded(statistics.median(one[key] for one in runs)) for key in runs[0]}
         for name, runs in found.items()
     }
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
@@ -199,12 +166,8 @@ def main() -> None:
     with ExitStack() as servers:
         arms = {}
         for arm in (PLAIN, *args.arms.split(";")):
-            if arm == LLAMA:
-                server = ready(llama_command(args, port := free_port()), port)
-                _, url = servers.enter_context(server)
-            else:
-                url = servers.enter_context(running_server(served(args, arm)))
-            arms[arm] = ArmConfig(url=url, speculation=None if arm in (PLAIN, LLAMA) else True)
+            url = servers.enter_context(running_server(served(args, arm)))
+            arms[arm] = ArmConfig(url=url, speculation=None if arm == PLAIN else True)
         config = BenchConfig(
             prompts=str(questions),
             arms=arms,
@@ -212,7 +175,6 @@ def main() -> None:
             concurrencies=args.concurrency,
             max_tokens=args.max_tokens,
             temperature=args.temperature,
-            compare_anyway=LLAMA in arms,  # its sums have another order, its answers differ
         )
         try:
             with stage("bench", folder) as track:
@@ -220,16 +182,8 @@ def main() -> None:
         except EyasError as error:
             sys.exit(f"error: {error}")
     summary = folder.read_json("summary.json")
-    command = " ".join(["python", "benchmarks/concurrency.py", *sys.argv[1:]])
-    contents = Contents(
-        bench=summary,
-        manifest=folder.manifest("bench"),
-        commands=[command],
-        title=f"The head {args.head} on a CPU",
-    )
-    report = write_reports(folder, contents)
     show_table(summary)
-    print(json.dumps({**figures(summary), "machine": summary["machine"], "report": report}))
+    print(json.dumps({**figures(summary), "machine": summary["machine"]}))
 
 
 if __name__ == "__main__":

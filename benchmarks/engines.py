@@ -1,27 +1,18 @@
 """Heads of `eyas export` in the engines that people run: equal answers, tau as foretold.
 
-    python benchmarks/engines.py [--quick] [--broken] [--engines-folder .engines]
-        [--llama-cpp BUILD] [--python-openvino PYTHON] [--python-vllm PYTHON]
-        [--python-sglang PYTHON] [--only NAME,...] [--head smollm2] [--prompts 24]
-        [--max-tokens 64] [--num-draft-steps 4] [--threads 2] [--work FOLDER]
+    python benchmarks/engines.py [--quick] [--engines-folder .engines] [--only NAME,...]
+        [--head smollm2] [--prompts 24] [--max-tokens 64] [--threads 2] [--work FOLDER]
 
-`make engines` makes the environments and runs this. A row is kept in rows.json of --work as soon as
-it is measured, and not measured again for the same head and settings. One engine after the other
-decodes the same held-out prompts greedily, one at a time, in float32, with the head in the form
-that it reads. An answer must be the target's own greedy one, which our engine gives without a head;
-where it leaves that, it counts as a "tie" if our target's logits of the two tokens differ by less
-than TIE.
+`make engines` makes the environments and runs this. One engine after the other decodes the same
+held-out prompts greedily, one at a time, in float32, with the head in the form that it reads. An
+answer must be the target's own greedy one, which our engine gives without a head; where it leaves
+that, it counts as a "tie" if our target's logits of the two tokens differ by less than TIE.
 
 tau is the tokens after the first of every answer over the target's forwards; "foretold" is the
 `eyas eval` of the same head, drafts and prompts. Two heads: the packaged one, and "plain" without
 the norms that some engines cannot read (eyas/export/engines.py): fc_norm is folded into fc at the
-mean size of each stream, norm_output is left out.
-
---broken adds exports that are wrong on purpose: layer ids one too early, norm_output lost, the
-layers that OpenVINO's converter leaves out not written. Their tau must fall. SGLang's engine runs
-with torch in place of its CPU kernels, which are in no wheel (peers/sglang_cpu).
-
-The last line of stdout is one JSON object.
+mean size of each stream, norm_output is left out. SGLang's engine runs with torch in place of its
+CPU kernels, which are in no wheel (peers/sglang_cpu). The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,6 +21,7 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,94 +29,130 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import held_out
 import numpy as np
 import safetensors.torch
 import torch
-from peers import Worker, WorkerError, end_token, folder_of, head_folders, per_second, without
 
 from eyas import hub
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
-from eyas.export.engines import ENGINES
+from eyas.export.engines import ENGINES, engine_of, layers_info
 from eyas.gguf.checkpoint import whole_folder
-from eyas.model.config import HeadConfig
-from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
+from eyas.model.config import HeadConfig, read_config
+from eyas.model.dialects import FC_NORMS, Form
+from eyas.model.forms import Verifier
 from eyas.model.target import Target
 from eyas.model.threads import set_num_threads
-from eyas.operators.tensors import read_head, tensor_of
+from eyas.model.weights import read_arrays
+from eyas.operators.tensors import array_of, read_head, tensor_of, write_head
 from eyas.tau import tau_interval
 
+WORKERS = Path(__file__).parent / "peers"
+SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}
 DTYPE = "float32"
 # between the logits of two tokens: float32 sums in another order move logits by 1e-4 at most
 TIE = 1e-3
 NEAR = 0.03  # tau of an engine to the foretold one
 MAX_LENGTH = 1024
 SIZED_PROMPTS = 8  # over which the streams' sizes are averaged, for the plain head
-TREE_TOPK, TREE_NODES = 4, 16
-ROWS = "rows.json"
+STEPS, TREE_TOPK, TREE_NODES = 4, 4, 16
+CHAIN, TREE = f"fixed({STEPS},1,{STEPS + 1})", f"fixed({STEPS},{TREE_TOPK},{TREE_NODES})"
 WORKER_SECONDS = 3600  # for one row: an engine that hangs leaves the others'
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One engine with one head. fault: how the export is spoiled, empty for a right one."""
+    """One engine with one head."""
 
     engine: str
     peer: str
     head: str
     speculation: str
     settings: dict[str, Any] = field(default_factory=dict)
-    fault: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.head}, {self.speculation}" + (
-            f", {self.fault}" if self.fault else ""
-        )
+        return f"{self.engine}, {self.head}, {self.speculation}"
 
 
-FAULTS: dict[str, dict[str, Any]] = {
-    "layers one early": {},
-    "norm_output lost": {"norm_output": False},
-}
-NOT_WRITTEN = "layers not written"  # of OpenVINO's form
+DRAFTS = {"num_draft_steps": STEPS}
+WIDE = {**DRAFTS, "tree_topk": TREE_TOPK, "num_verify_tokens": TREE_NODES}
+ARMS = [
+    *(
+        Arm("eyas", "eyas", head, size, {"speculation": size})
+        for head in ("packaged", "plain")
+        for size in (CHAIN, TREE)
+    ),
+    Arm("vLLM", "vllm", "packaged", CHAIN, DRAFTS),
+    Arm("llama.cpp", "llama_cpp", "plain", CHAIN, DRAFTS),
+    Arm("OpenVINO", "openvino", "plain", CHAIN, DRAFTS),
+    Arm("OpenVINO", "openvino", "plain", TREE, WIDE),
+    Arm("SGLang", "sglang", "packaged", CHAIN, DRAFTS),
+    Arm("SGLang", "sglang", "packaged", TREE, WIDE),
+]
 
 
-def arms(steps: int, broken: bool) -> list[Arm]:
-    """What is run, in this order. steps: of the chain and of the tree."""
-    chain, tree = f"fixed({steps},1,{steps + 1})", f"fixed({steps},{TREE_TOPK},{TREE_NODES})"
-    # the weights as they are stored
-    in_fp32 = {"weights": "bf16", "inference_precision": "f32", "kv_cache": "f32"}
-    drafts = {"num_draft_steps": steps}
-    wide = {**drafts, "tree_topk": TREE_TOPK, "num_verify_tokens": TREE_NODES}
-    found = [
-        *(
-            Arm("eyas", "eyas", head, size, {"speculation": size})
-            for head in ("packaged", "plain")
-            for size in (chain, tree)
-        ),
-        Arm("vLLM", "vllm", "packaged", chain, {**drafts, "eager": True}),
-        Arm("llama.cpp", "llama_cpp", "plain", chain, drafts),
-        Arm("OpenVINO", "openvino", "plain", chain, {**in_fp32, **drafts}),
-        Arm("OpenVINO", "openvino", "plain", tree, {**in_fp32, **wide}),
-        Arm("SGLang", "sglang", "packaged", chain, drafts),
-        Arm("SGLang", "sglang", "packaged", tree, wide),
-    ]
-    if broken:
-        for fault in FAULTS:
-            eager = {**drafts, "eager": True}
-            found.append(Arm("vLLM", "vllm", "packaged", chain, eager, fault))
-            found.append(Arm("SGLang", "sglang", "packaged", chain, drafts, fault))
-        found += [
-            Arm("llama.cpp", "llama_cpp", "plain", chain, drafts, "layers one early"),
-            Arm("OpenVINO", "openvino", "plain", chain, {**in_fp32, **drafts}, NOT_WRITTEN),
-        ]
-    return found
+# Engines in processes of their own
+
+
+class WorkerError(Exception):
+    """An engine did not start, or did not answer."""
+
+
+class Worker:
+    """The process of one engine, asked line by line (peers/wire.py)."""
+
+    def __init__(self, python: str, peer: str, threads: int, log: Path) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if peer == "sglang":
+            environment |= SGLANG_ON_A_CPU
+        openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+        # as its manual asks, and it is faster
+        if peer == "vllm" and "LD_PRELOAD" not in environment and openmp.exists():
+            environment |= {"LD_PRELOAD": str(openmp), "KMP_BLOCKTIME": "1"}
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [python, str(WORKERS / f"engine_{peer}.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+        self.log = log
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerError("its process ended") from error
+        line = self.process.stdout.readline()
+        reply: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in reply:
+            raise WorkerError(f"{reply['error']} (log: {self.log})")
+        return reply
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 # Heads
@@ -155,19 +183,24 @@ def plain_head(
     return config.model_copy(update={"fc_norm": False, "norm_output": False}), kept
 
 
-def spoiled(folders: dict[str, str], fault: str, form: str = "head_vllm") -> dict[str, str]:
-    """The forms of a head, one of them exported wrongly."""
-    form = "head_openvino" if fault == NOT_WRITTEN else form
-    files = {file.name: file.read_bytes() for file in Path(folders[form]).iterdir()}
-    settings = json.loads(files[CONFIG_JSON])
-    if fault in FAULTS:
-        eagle = settings.get("eagle_config", settings)  # where SGLang's form has the layers
-        early = {LAYER_IDS: [layer - 1 for layer in eagle[LAYER_IDS]]}
-        (settings if FAULTS[fault] else eagle).update(FAULTS[fault] or early)
-        files[CONFIG_JSON] = json.dumps(settings).encode()
-    place = Path(f"{folders[form]}-{fault.replace(' ', '-')}")
-    layers = "" if fault == NOT_WRITTEN else folders.get("layers_openvino", "")
-    return {**folders, form: folder_of(files, place), "layers_openvino": layers}
+def head_folders(
+    config: HeadConfig, tensors: dict[str, torch.Tensor], target: str, work: Path, name: str
+) -> dict[str, str]:
+    """A head in every form of `eyas export` that can say it, by the name of the setting."""
+    embed_tokens = tensor_of(read_arrays(target)["model.embed_tokens.weight"])
+    architectures = ("LlamaForCausalLM",)
+    found = {}
+    for form in get_args(Form):
+        if form == "eyas" or not engine_of(form).faults(config, tensors):
+            holds_target = form != "eyas" and engine_of(form).target_embeddings
+            beside = array_of(embed_tokens) if holds_target else None
+            folder = work / f"{name}-head-{form}"
+            folder.mkdir(parents=True, exist_ok=True)
+            verifier = Verifier(target, architectures, beside)
+            for file, data in write_head(config, tensors, form, verifier).items():
+                (folder / file).write_bytes(data)
+            found[f"head_{form}"] = str(folder)
+    return {**found, "layers_openvino": layers_info(config.taps)}
 
 
 def named_by_content(name: str, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> str:
@@ -199,39 +232,38 @@ def foretold(
         output = Artifact(folder)
         evaluate(config, args.target, head, output, None, prompts)
         measured = output.read_json("eval.json")["trees"]
-    return {one["speculation"]: {k: one[k] for k in ("tau", "tau_interval")} for one in measured}
+    return {one["speculation"]: one for one in measured}
 
 
 @dataclass
 class Run:
-    """The options; where the engines are; the target, and its own greedy answers."""
+    """The options; where the target lies and the forms of the heads; the target's own answers."""
 
     args: argparse.Namespace
     work: Path
-    models: dict[str, str]
+    folder: str
     heads: dict[str, dict[str, str]]
     prompts: list[list[int]]
     target: Target
     own: list[list[int]] = field(default_factory=list)
 
     def answers(self, arm: Arm) -> list[dict[str, Any]]:
-        python = place_of(self.args, arm.peer)
-        if python is None:
+        python = sys.executable
+        if arm.peer not in ("eyas", "llama_cpp"):
+            python = str(self.args.engines_folder / arm.peer / "bin" / "python")
+        llama_cpp = self.args.engines_folder / "llama.cpp"
+        if not Path(llama_cpp if arm.peer == "llama_cpp" else python).exists():
             raise WorkerError("not here")
-        folders = dict(self.heads.get(arm.head, {}))
-        if arm.fault:
-            form = "head_sglang" if arm.peer == "sglang" else "head_vllm"
-            folders = spoiled(folders, arm.fault, form)
         log = self.work / f"{arm.name.replace(' ', '_')}.log"
         settings = {
-            **self.models,
-            **folders,
+            "target": self.folder,
+            **self.heads.get(arm.head, {}),
             "threads": self.args.threads,
             "work": str(self.work),
-            "llama_cpp": self.args.llama_cpp,
+            "llama_cpp": str(llama_cpp),
             "precision": DTYPE,
             "max_length": MAX_LENGTH,
-            "eos_token_id": end_token(self.models["target"]),
+            "eos_token_id": end_token(self.folder),
             **arm.settings,
         }
         with (
@@ -249,35 +281,22 @@ class Run:
             ]
         return found
 
-    def kept_row(self, arm: Arm, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """A line of the table, kept or measured. Raises WorkerError, OSError."""
-        file, args = self.work / ROWS, self.args
-        rows: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        head = self.heads[arm.head]["head_eyas"]
-        what = arm.name, head, args.prompts, args.max_tokens, args.threads, args.data
-        if (key := " ".join(map(str, what))) not in rows:
-            rows[key] = self.row(arm, told)
-            file.write_text(json.dumps(rows, indent=1))
-        found: dict[str, Any] = rows[key]
-        return found
-
     def row(self, arm: Arm, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """A line of the table. Raises WorkerError, OSError."""
         answers = self.answers(arm)
-        end = end_token(self.models["target"])
+        end = end_token(self.folder)
         kinds = [
             self.judged(prompt, own, without(end, one["tokens"]))
             for prompt, own, one in zip(self.prompts, self.own, answers, strict=True)
         ]
-        expected = told[arm.head][arm.speculation]
         return {
             "engine": arm.engine,
             "head": arm.head,
             "speculation": arm.speculation,
-            "fault": arm.fault,
             "equal": kinds.count("equal"),
             "ties": kinds.count("tie"),
             "answers": len(kinds),
-            "foretold": round(expected["tau"], 3),
+            "foretold": round(told[arm.head][arm.speculation]["tau"], 3),
             **tau_figures(answers),
             "tokens_per_second": round(per_second(answers), 1),
         }
@@ -288,10 +307,28 @@ class Run:
             return "equal"
         both = zip(own, theirs, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        end = end_token(self.models["target"])
+        end = end_token(self.folder)
         one, other = (answer[shared] if shared < len(answer) else end for answer in (own, theirs))
         logits_V = self.target.logits(np.array([prompt + own[:shared]]))[0, -1]
         return "tie" if abs(float(logits_V[one] - logits_V[other])) < TIE else "other"
+
+
+def end_token(target: str) -> int:
+    """The token that ends an answer; of several, the first."""
+    ends = read_config(target)["eos_token_id"]
+    return int(ends[0] if isinstance(ends, list) else ends)
+
+
+def without(end: int, tokens: list[int]) -> list[int]:
+    """An answer without its end token, which some engines give and some keep."""
+    return tokens[:-1] if tokens and tokens[-1] == end else tokens
+
+
+def per_second(answers: list[dict[str, Any]]) -> float:
+    """Tokens after the first per second of decoding."""
+    count = sum(len(one["tokens"]) - 1 for one in answers)
+    seconds: float = sum(one["seconds"] for one in answers)
+    return count / max(1e-9, seconds)
 
 
 def tau_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -307,19 +344,17 @@ def tau_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     columns = f"{'answers equal':>14} {'tau':>6} {'interval':>13} {'foretold':>9} {'off':>7}"
-    lines = [f"{'engine, head, drafts':<58} {columns} {'tokens/s':>9}"]
+    lines = [f"{'engine, head, drafts':<40} {columns} {'tokens/s':>9}"]
     for one in rows:
-        fault = f", {one['fault']}" if one["fault"] else ""
-        name = f"{one['engine']}, {one['head']}, {one['speculation']}{fault}"
+        name = f"{one['engine']}, {one['head']}, {one['speculation']}"
         equal = f"{one['equal'] + one['ties']}/{one['answers']}"
         equal += f" ({one['ties']} ties)" if one["ties"] else ""
         span = "-".join(f"{end:.2f}" for end in one["tau_interval"] or [])
         off = one["tau"] / one["foretold"] - 1
-        unseen = "" if off < -NEAR else " <- the fault does not show"
-        mark = unseen if one["fault"] else "" if abs(off) <= NEAR else " <- not as foretold"
         lines.append(
-            f"{name:<58} {equal:>14} {one['tau']:>6.2f} {span:>13} {one['foretold']:>9.2f} "
-            f"{off:>+7.1%} {one['tokens_per_second']:>9}{mark}"
+            f"{name:<40} {equal:>14} {one['tau']:>6.2f} {span:>13} {one['foretold']:>9.2f} "
+            f"{off:>+7.1%} {one['tokens_per_second']:>9}"
+            + ("" if abs(off) <= NEAR else " <- not as foretold")
         )
     return "\n".join([*lines, *(f"skipped {name}: {why}" for name, why in skipped.items())])
 
@@ -327,38 +362,18 @@ def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
 # The command
 
 
-def place_of(args: argparse.Namespace, peer: str) -> str | None:
-    """The Python of a peer's worker, or None for a peer that is not here."""
-    if peer in ("eyas", "llama_cpp"):
-        return sys.executable if peer == "eyas" or args.llama_cpp else None
-    given: str | None = getattr(args, f"python_{peer}")
-    return given
-
-
 def parse() -> argparse.Namespace:
     parser = held_out.arguments(__doc__, prompts=24)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(max_tokens=64)
-    parser.add_argument("--broken", action="store_true", help="wrong exports as well")
     parser.add_argument("--engines-folder", type=Path, default=Path(".engines"))
-    parser.add_argument("--llama-cpp", help="its cmake build folder")
-    for peer in ("openvino", "vllm", "sglang"):
-        parser.add_argument(f"--python-{peer}", help="its Python")
     parser.add_argument("--only", type=lambda text: text.split(","), help="engines, by their names")
-    parser.add_argument("--num-draft-steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, help="folder for heads, conversions and logs, kept")
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.max_tokens = min(args.prompts, 6), min(args.max_tokens, 32)
-    made = args.engines_folder.resolve()
-    for name, inside in {
-        "llama_cpp": "llama.cpp/bin/llama-server",
-        **{f"python_{peer}": f"{peer}/bin/python" for peer in ("openvino", "vllm", "sglang")},
-    }.items():
-        if getattr(args, name) is None and (made / inside).exists():
-            found = made / "llama.cpp" if name == "llama_cpp" else made / inside
-            setattr(args, name, str(found))
+    args.engines_folder = args.engines_folder.absolute()
     return args
 
 
@@ -377,17 +392,13 @@ def prepared(args: argparse.Namespace, work: Path) -> Run:
         name: head_folders(*head, folder, work, named_by_content(name, *head))
         for name, head in {"packaged": (config, tensors), "plain": plain}.items()
     }
-    return Run(args, work, {"target": folder}, heads, prompts, target)
+    return Run(args, work, folder, heads, prompts, target)
 
 
 def main() -> None:
     args = parse()
     set_num_threads(args.threads)
-    wanted = [
-        arm
-        for arm in arms(args.num_draft_steps, args.broken)
-        if args.only is None or arm.engine in args.only
-    ]
+    wanted = [arm for arm in ARMS if args.only is None or arm.engine in args.only]
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     with ExitStack() as stack:
@@ -400,13 +411,13 @@ def main() -> None:
             for head, folders in run.heads.items()
             if trees
         }
-        end = end_token(run.models["target"])
+        end = end_token(run.folder)
         plain = Arm("eyas", "eyas", "", "off")
         run.own = [without(end, one["tokens"]) for one in run.answers(plain)]
         for arm in wanted:
             print(f"{arm.name} ...", file=sys.stderr, flush=True)
             try:
-                rows.append(run.kept_row(arm, told))
+                rows.append(run.row(arm, told))
                 print(table(rows[-1:], {}).splitlines()[-1], file=sys.stderr, flush=True)
             except (WorkerError, OSError) as error:
                 skipped[arm.name] = str(error)

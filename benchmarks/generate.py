@@ -1,16 +1,10 @@
-"""Answers at scale under kill -9: are the rows those of a run that nothing happened to, and how
-fast do they come?
+"""Answers at scale under kill -9: are the rows those of a run that nothing happened to?
 
     python benchmarks/generate.py [--quick] [--rows 20000] [--kills 5] [--head builtin]
-    python benchmarks/generate.py --writer [--quick] [--rows 2000] [--target smollm2]
 
 `eyas generate` runs on conversations made of the packaged prompts: once whole, then again with
 SIGKILL at random numbers of rows. Greedy, in fp32. The files must be the same to the byte, and no
 kept row may be lost. With --folder a finished first run is found again.
-
---writer measures instead what one process takes in: `eyas generate` asks a server whose answers are
-ready, and computed features are read as servers give them, and written. Seconds are those of the
-writing process' processor time.
 
 Exits with 1 where a check failed. The last line of stdout is one JSON.
 """
@@ -18,46 +12,33 @@ Exits with 1 where a check failed. The last line of stdout is one JSON.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import json
-import multiprocessing
-import os
 import random
-import resource
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from held_out import machine, user_turns
-from safetensors.torch import load, save
+from held_out import machine
 
 from eyas.artifact import Artifact, identity
-from eyas.bench.machine import machine as this_machine
-from eyas.chat import Chat
-from eyas.features.states import sglang_streams
-from eyas.hub import resolve_target
-from eyas.operators.decoder import OwnDecoder
+from eyas.bench.workload import read_tasks
+from eyas.builtin import BUILTIN
 from eyas.records import Prompt, read_answers, read_origins
-from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, encoded
 
 TURNS = (1, 1, 2, 3)  # of a conversation
 MAX_LENGTH, MAX_BATCH = 512, 32
-READY_TOKENS = 256  # of a ready answer or sample
-NUM_SAMPLES = 24  # of features, written repeatedly under other keys
 
 
 def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
     """A fifth more turns than rows: some follow a turn that ends its conversation."""
-    rng, known, prompts, turns = random.Random(seed), user_turns(), [], 0
+    tasks = read_tasks(BUILTIN, 10**6, seed)
+    known = sorted({str(task.messages[-1]["content"]) for task in tasks})
+    rng, prompts, turns = random.Random(seed), [], 0
     while turns < 1.2 * num_rows:
         count = rng.choice(TURNS)
         said = tuple(" ".join(rng.sample(known, rng.choice((1, 1, 2)))) for _ in range(count))
@@ -72,27 +53,11 @@ def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
 # Processes
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-def wait_until_it_listens(port: int) -> None:
-    for _ in range(1200):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.1)
-    sys.exit(f"error: no server came up at port {port}")
-
-
-def start(
-    args: argparse.Namespace, prompts: str, output: Path, *words: str, **more: str
-) -> subprocess.Popen[bytes]:
+def start(args: argparse.Namespace, prompts: str, output: Path) -> subprocess.Popen[bytes]:
     sets = {"max_tokens": args.max_tokens, "max_batch": MAX_BATCH, "max_length": MAX_LENGTH}
     command = [sys.executable, "-m", "eyas.cli.main", "generate", prompts, "-t", args.target]
-    command += ["-o", str(output), "--set", "dtype=float32", *words]
-    command += [word for name in sets | more for word in ("--set", f"{name}={(sets | more)[name]}")]
+    command += ["-o", str(output), "--set", "dtype=float32"]
+    command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
     command += ["--head", args.head] if args.head else []
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
 
@@ -187,175 +152,6 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-# One process that writes
-
-
-async def serve_ready(port: int, answers: list[list[int]]) -> None:
-    """As vLLM answers by tokens."""
-    numbers = iter(range(1 << 40))
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                _, _, length = head.partition(b"content-length:")
-                size = int(length.split(b"\r\n")[0]) if length else 0
-                body = await reader.readexactly(size)
-                content: dict[str, Any] = {"data": [{"id": "ready", "owned_by": "vllm"}]}
-                if b"/version" in head.split(b"\r\n")[0]:
-                    content = {"version": "0"}
-                elif body:
-                    asked = json.loads(body)
-                    ids = answers[next(numbers) % len(answers)][-asked["max_tokens"] :]
-                    choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": ids}
-                    content = {"choices": [{**choice, "prompt_token_ids": asked["prompt"]}]}
-                sent = json.dumps(content).encode()
-                writer.write(
-                    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-                    b"content-length: %d\r\n\r\n%s" % (len(sent), sent)
-                )
-                await writer.drain()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", port) as server:
-        await server.serve_forever()
-
-
-def run_ready_server(port: int, answers: list[list[int]]) -> None:
-    asyncio.run(serve_ready(port, answers))
-
-
-def ready_answers(chat: Chat) -> list[list[int]]:
-    """READY_TOKENS ids of real text and an end token."""
-    rng, known, found = random.Random(0), user_turns(), []
-    for _ in range(64):
-        text = " ".join(rng.sample(known, 60))
-        ids = chat.prompt_ids([{"role": "user", "content": text}])
-        found.append([*ids[-2 * READY_TOKENS :][: READY_TOKENS - 1], chat.eos_token_ids[0]])
-    assert {len(one) for one in found} == {READY_TOKENS}
-    return found
-
-
-def processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-def writes_answers(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prompts, port, target = Artifact(f"{folder}/prompts"), free_port(), resolve_target(args.target)
-    write_prompts(prompts, args.rows, args.seed)
-    ready = ready_answers(Chat(target))
-    spawn = multiprocessing.get_context("spawn")
-    server = spawn.Process(target=run_ready_server, args=(port, ready), daemon=True)
-    server.start()
-    wait_until_it_listens(port)
-    args.max_tokens = READY_TOKENS
-    output, sent = folder / "answers", {"client.send": "tokens", "max_length": "4096"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = start(args, prompts.url, output, "--server", f"http://127.0.0.1:{port}", **sent)
-    wait_for_rows(process, output, 1)
-    begun, spent = time.monotonic(), processor_s(process.pid)
-    finish(process)
-    seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    server.kill()
-    server.join()
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime - spent
-    counts = Artifact(str(output)).manifest().counts
-    taken = sum(n for name, n in counts.items() if name == "answers" or "dropped_pii." in name)
-    return {
-        "counts": counts,
-        "seconds": round(seconds, 1),
-        "processor_s": round(spent, 1),
-        "answers_per_s": round(taken / seconds, 1),
-        "answers_per_processor_s": round(taken / spent, 1),
-        "tokens_per_processor_s": round(taken * READY_TOKENS / spent),
-    }
-
-
-def ready_samples(args: argparse.Namespace) -> tuple[FeatureMeta, list[Sample]]:
-    folder = resolve_target(args.target)
-    decoder, chat = OwnDecoder.load(folder, "bfloat16"), Chat(folder)
-    shape, samples = decoder.shape, []
-    for number, ids in enumerate(ready_answers(chat)[:NUM_SAMPLES]):
-        states = decoder.states([ids])
-        tokens, mask = torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), dtype=torch.bool)
-        aux_hidden, last_hidden = states.aux_hidden[0].clone(), states.last_hidden[0].clone()
-        samples.append(Sample(f"{number}", tokens, mask, aux_hidden, last_hidden))
-    meta = FeatureMeta(
-        taps=shape.default_taps,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        lm_head_sha256=decoder.lm_head_sha256,
-    )
-    return meta, samples
-
-
-def rate(work: Callable[[int], int], seconds: float) -> float:
-    """Tokens a second of processor time. work: of its number, gives its tokens."""
-    work(0)
-    started, num_tokens, number = time.process_time(), 0, 1
-    while time.process_time() - started < seconds:
-        num_tokens += work(number)
-        number += 1
-    return num_tokens / (time.process_time() - started)
-
-
-def writes_features(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Tokens, and MB of bfloat16 hidden states, a second."""
-    meta, samples = ready_samples(args)
-    seconds, tokens = (1.0 if args.quick else 2.0), sum(len(one.token_ids) for one in samples)
-    found: dict[str, float] = {}
-    codecs: tuple[CodecName, ...] = ("within4", "lossless", "raw")
-    for name in codecs:
-        own = meta.model_copy(update={"codec": name})
-        writer = ShardWriter(Artifact(f"{folder}/{name}"), "train", own)
-        for one in samples:
-            writer.add(one)
-        codec = writer.codec
-        assert codec is not None, "calibrated by now"
-        ready = [encoded(one, own, codec) for one in samples]
-
-        def encode(number: int, writer: ShardWriter = writer) -> int:
-            for one in samples:
-                writer.add(dataclasses.replace(one, key=f"{one.key}/{number}"))
-            return tokens
-
-        def write(number: int, writer: ShardWriter = writer, ready: Any = ready) -> int:
-            for one in ready:
-                entry = one.entry.model_copy(update={"key": f"{one.entry.key}/{number} ready"})
-                writer.add(one._replace(entry=entry))
-            return tokens
-
-        found[f"encode and write, {name}"] = rate(encode, seconds)
-        found[f"write what workers encoded, {name}"] = rate(write, seconds)
-    T, H = len(samples[0].token_ids), meta.hidden_size
-    streams = torch.cat([samples[0].aux_hidden, samples[0].last_hidden], 1).bfloat16().view(T, 4, H)
-    file = save({"hidden_states": streams, "token_ids": samples[0].token_ids})
-    rows = streams.flatten(1).float().tolist()
-    text = json.dumps({"meta_info": {"hidden_states": [rows]}})
-
-    def read_file(_: int) -> int:
-        return len(load(file)["hidden_states"])
-
-    def read_json(_: int) -> int:
-        return len(sglang_streams(json.loads(text), H, torch.bfloat16))
-
-    found["read vLLM's file"] = rate(read_file, seconds)
-    found["read SGLang's JSON"] = rate(read_json, seconds)
-    size = 8 * H / 1e6  # MB of a token in bfloat16
-    rates = {
-        name: {"tokens_per_processor_s": round(one), "mb_per_processor_s": round(one * size, 1)}
-        for name, one in found.items()
-    }
-    return {"hidden_size": H, **rates}
-
-
-def run_writer(args: argparse.Namespace, folder: Path) -> None:
-    measured = {"features": writes_features(args, folder), "answers": writes_answers(args, folder)}
-    for name, figures in measured.items():
-        print(name, *figures.items(), sep="\n    ")
-    print(json.dumps({"machine": this_machine(), "target": args.target, **measured}))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
@@ -365,16 +161,12 @@ def main() -> None:
     parser.add_argument("--target", default="builtin", help="target folder, or builtin")
     parser.add_argument("--head", help="head folder, or builtin; none by default")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--writer", action="store_true", help="what one process takes in")
     parser.add_argument("--folder", type=Path, help="of the outputs; by default a temporary one")
     args = parser.parse_args()
     if args.quick:
         args.rows, args.kills, args.max_tokens = 150, 2, 32
     with contextlib.ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if args.writer:
-            run_writer(args, folder)
-            return
         result = run(args, folder)
     for failure in result["failures"]:
         print(f"FAILED: {failure}")

@@ -1,11 +1,10 @@
-"""What benchmarks run on: held-out dialogues cut before an answer, prompts by task, the packaged
-prompts, and real features.
+"""What benchmarks run on: held-out dialogues cut before an answer, prompts by task, and
+real features.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 import random
@@ -17,7 +16,6 @@ import fsspec
 
 from eyas import hub
 from eyas.artifact import Artifact, identity
-from eyas.builtin import demo_prompts
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 from eyas.features.capture import CaptureConfig, capture
@@ -134,24 +132,6 @@ def requests(
 
 def machine() -> str:
     return f"{num_threads()} threads"
-
-
-def user_turns() -> list[str]:
-    """Each once, sorted; rows that are damaged on purpose are passed over."""
-    with gzip.open(demo_prompts(), "rb") as lines:
-        values = (
-            json.loads(line)
-            for line in lines
-            if line.startswith(b"{") and line.rstrip().endswith(b"}")
-        )
-        turns = [
-            turn
-            for value in values
-            for turn in value.get("messages") or value.get("conversations") or ()
-        ]
-    mine = (turn for turn in turns if turn.get("role", turn.get("from")) in ("user", "human"))
-    said = {turn.get("content") or turn.get("value") for turn in mine}
-    return sorted(text for text in said if isinstance(text, str) and text.strip())
 
 
 def feature_arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:

@@ -23,12 +23,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import held_out
 import httpx
-from storm import started
+from servers import memory_mb, started
 
 from eyas.engine.engine import EngineConfig
 from eyas.serve.server import ServeConfig
@@ -250,7 +249,7 @@ class Attack:
         self._url, self._pid, self._reports = url, pid, reports
         host, port = url.removeprefix("http://").split(":")
         self._address = host, int(port)
-        self.idle_mib = 0.0
+        self.idle_mb = 0.0
 
     def reported(self) -> dict[str, float]:
         self._reports.send(None)
@@ -359,19 +358,8 @@ class Attack:
         return {
             "statuses": dict(statuses),
             **self.reported(),
-            "memory": round(resident_mib(self._pid) / self.idle_mib, 3),
+            "memory": round(memory_mb(self._pid) / self.idle_mb, 3),
         }
-
-
-def resident_mib(pid: int) -> float:
-    """Of a process and its descendants (PSS)."""
-    mib = 0.0
-    with suppress(OSError):  # it has ended
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        mib = sum(int(one.split()[1]) for one in lines if one.startswith("Pss:")) / 1024
-        threads = Path(f"/proc/{pid}/task").glob("*/children")
-        mib += sum(resident_mib(int(one)) for two in threads for one in two.read_text().split())
-    return mib
 
 
 def main() -> None:
@@ -385,16 +373,15 @@ def main() -> None:
     made = bodies()
     kinds = list(made) if args.kinds is None else args.kinds
     rounds, repeats = (min(args.rounds, 2), 1) if args.quick else (args.rounds, 3)
-    process, url = started(config)
-    reports, ours = multiprocessing.Pipe()
-    watching = multiprocessing.get_context("spawn").Process(target=watch, args=(url, ours))
-    watching.start()
-    try:
+    with started(config) as (process, url):
+        reports, ours = multiprocessing.Pipe()
+        watch_it = multiprocessing.get_context("spawn").Process
+        watch_it(target=watch, args=(url, ours), daemon=True).start()
         attack = Attack(url, process.pid, reports)
         # what the first good requests load is no growth
         asyncio.run(attack.send([(CHAT, guided("guided_regex", "[a-z]{3}")), made["samples"]], 1))
         time.sleep(QUIET_S)
-        attack.idle_mib = resident_mib(process.pid)
+        attack.idle_mb = memory_mb(process.pid)
         attack.reported()
         time.sleep(QUIET_S)
         quiet = attack.reported()
@@ -413,10 +400,7 @@ def main() -> None:
         crowds = {name: shown(name, work) for name, work in attack.crowds(seed=0).items()}
         beside = asyncio.run(attack.beside_long_prompts(args.max_length - 64))
         time.sleep(QUIET_S)
-        after = resident_mib(process.pid) / attack.idle_mib
-    finally:
-        process.kill()
-        watching.kill()
+        after = memory_mb(process.pid) / attack.idle_mb
     most_ms = {
         name: max(((one[name], kind) for kind, one in by_kind.items()), default=(0.0, "none"))
         for name in ("health_ms", "stream_ms")
@@ -433,7 +417,7 @@ def main() -> None:
             for kind, one in (by_kind | crowds).items()
             if any(one[name] > quiet[name] + GOAL_MS for name in most_ms)
         ),
-        "idle_mib": round(attack.idle_mib, 1),
+        "idle_mb": round(attack.idle_mb, 1),
         "most_memory": max(one["memory"] for one in [at_once, *by_kind.values(), *crowds.values()]),
         "memory_after": round(after, 3),
         "memory_holds": after <= GOAL_MEMORY,

@@ -1,10 +1,5 @@
 """Texts that look like personal data and are none, in the forms in which prompts arrive, and values
-that touch what stands beside them; a part of `benchmarks/privacy.py`. Run by itself:
-
-    python benchmarks/natural.py [--rows 100000] [--workers 1] [--data FOLDER]
-
-`eyas prompts` over so many rows of the public sets, evenly spread: rows a second, CPU, peak memory,
-and why rows went. The last line of stdout is one JSON.
+that touch what stands beside them; a part of `benchmarks/privacy.py`.
 
 `FORMS`: questions with options in five layouts, logs of sixteen systems, mathematics and science,
 code in six languages and under a request. Made with a fixed seed from lists of our own; a row is
@@ -20,17 +15,12 @@ Rows are r (drawn by chance), e (rows in which the search of 2026-11-25 found so
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import itertools
 import json
 import random
 import re
-import resource
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,10 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from eyas.artifact import Artifact
-from eyas.data.prompts import PromptsConfig, make_prompts
 
 Draw = random.Random
 TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -271,12 +257,12 @@ def labelled(data: Path) -> list[Natural]:
 
 
 def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str, Any]:
-    """By type: findings, of those right (they overlap a value of the type that the readers saw),
-    and of those a private person's; private values, and of those found whole. By form, over rows
-    drawn by chance and options: rows, those with a finding, those with one that is not private;
-    public and invented persons, and those that stay.
+    """By type: findings, of those right (they overlap a value of the type that the readers saw);
+    private values, and of those found whole. By form, over rows drawn by chance and options: rows,
+    those with a finding, those with one that is not private; public and invented persons, and those
+    that stay.
     """
-    found, right, due, private, covered = (Counter[str]() for _ in range(5))
+    found, right, private, covered = (Counter[str]() for _ in range(4))
     forms: dict[str, list[int]] = {}
     for row in rows:
         places: set[int] = set()
@@ -291,7 +277,6 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
             ]
             found[kind] += 1
             right[kind] += bool(over)
-            due[kind] += "private" in over
             wrong |= "private" not in over
             places.update(range(one.start, one.end))
         for type, start, end, who in row.spans:
@@ -313,7 +298,6 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
             type: {
                 "found": found[type],
                 "right": right[type],
-                "due": due[type],
                 "private": private[type],
                 "covered": covered[type],
             }
@@ -324,54 +308,3 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
             for form, counts in sorted(forms.items())
         },
     }
-
-
-def spread(folder: Path, count: int) -> Iterator[bytes]:
-    """So many lines of a folder's sets, as evenly spread as they come."""
-    total = 0
-    for path in sorted(folder.glob("*.jsonl.gz")):
-        with gzip.open(path) as lines:
-            total += sum(1 for _ in lines)
-    number = 0
-    for path in sorted(folder.glob("*.jsonl.gz")):
-        with gzip.open(path) as lines:
-            for line in lines:
-                if number * count // total < (number + 1) * count // total:
-                    yield line
-                number += 1
-
-
-def stage(data: Path, count: int, workers: int) -> dict[str, Any]:
-    """What `eyas prompts` takes for so many rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "rows.jsonl"
-        with source.open("wb") as file:
-            file.writelines(spread(data, count))
-        stated = {"path": str(source), "licence": "LicenseRef-own", "prompts_by": "human"}
-        config = PromptsConfig(sources=[{**stated, "answers_by": "human"}], workers=workers)
-        start = time.perf_counter()
-        done = make_prompts(config, Artifact(f"{folder}/prompts"))
-        seconds = time.perf_counter() - start
-    of = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu = sum(one.ru_utime + one.ru_stime for one in of)
-    return {
-        **done.counts,
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(cpu, 1),
-        "rows_per_cpu_second": round(done.counts["rows"] / cpu),
-        "peak_mb": [one.ru_maxrss // 1000 for one in of],
-        "reasons": done.facts["ledger"]["dropped"],
-    }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
-        "--data", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "data"
-    )
-    args = parser.parse_args()
-    print(json.dumps(stage(args.data, args.rows, args.workers)))

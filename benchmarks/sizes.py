@@ -11,12 +11,10 @@
     draft       growing the default tree in times of a forward of one row, and its parts
     head        time per token of plain decoding by that of speculative decoding, with the default
                 tree and with auto, on short prompts of Spec-Bench (--data). Answers must be plain's
-    loads       the same with auto at 1, 4 and 16 requests at a time, greedy and at temperature 1,
-                with the head and with one that is spoiled: 9 of 10 rows of its lm_head are mixed up
     eagle3      one request by llama.cpp's own EAGLE-3 (bin/llama-server of the first BUILD) and by
                 ours, a chain of CHAIN, with the packaged head without the norms that it cannot read
 
-Weights are random (random_models.py). draft, head, loads and eagle3 need a head, so they run on
+Weights are random (random_models.py). draft, head and eagle3 need a head, so they run on
 bodies alone (body-1b, body-8b): SmolLM2 and its packaged head, padded with zeros to that shape by
 recipes/body.py. Every file has a process of its own, and is written first where it is not in FOLDER
 (by default a temporary one). BF16 files run in bfloat16, the others packed. Times of rows and draft
@@ -28,7 +26,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import itertools
 import json
 import multiprocessing
 import operator
@@ -47,8 +44,7 @@ from typing import Any
 
 import held_out
 import numpy as np
-from engines import plain_head
-from peers import Worker, head_folders
+from engines import Worker, head_folders, plain_head
 from random_models import FORMATS, SHAPES, Shape, body, bytes_per_token, write_target
 
 from eyas import hub
@@ -56,21 +52,18 @@ from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.model.arrays import Arrays
 from eyas.model.checkpoint import read_head
 from eyas.model.rows import FeatureCache, Growth, Roots, Rows, rows_of, slots_of
 from eyas.model.target import PAGE_SIZE, Target
 from eyas.operators.tensors import read_head as read_tensors
 
-SECTIONS = ("plain", "rows", "draft", "head", "loads", "eagle3")
+SECTIONS = ("plain", "rows", "draft", "head", "eagle3")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT, DECODED, CONTEXT = 512, 64, 200
 SPECULATION = "fixed(6,3,12)"  # the default tree
 STEPS, BRANCHES = 6, 3
 PROMPTS, CHARACTERS = 2, 700  # of each task, and at most
-LOADS, MANY, TEMPERATURES = (1, 4, 16), 8, (0.0, 1.0)
 CHAIN = 4
-SPOILED = 0.9  # of the rows of a head's lm_head
 READ_BYTES = 1 << 30
 
 
@@ -333,90 +326,6 @@ def head(
     }
 
 
-def spoiled(tensors: Arrays) -> Arrays:
-    """The head with SPOILED of the rows of its lm_head in a random order: it still drafts likely
-    tokens, mostly wrong ones.
-    """
-    rng, lm_head = np.random.default_rng(0), tensors["lm_head.weight"].copy()
-    which = np.flatnonzero(rng.random(len(lm_head)) < SPOILED)
-    lm_head[which] = lm_head[rng.permutation(which)]
-    return {**tensors, "lm_head.weight": lm_head}
-
-
-class Batch:
-    """Prompts that an engine answers at a time, each under a salt and a seed of its own."""
-
-    def __init__(
-        self, engine: Engine, asked: list[list[int]], num_tokens: int, temperature: float
-    ) -> None:
-        self.engine = engine
-        self.seconds, self.slots, self.tokens = 0.0, 0, 0
-        for i, prompt in enumerate(asked):
-            params = SamplingParams(
-                max_tokens=num_tokens, ignore_eos=True, temperature=temperature, seed=i
-            )
-            engine.add(Request(str(i), tuple(prompt), params, cache_salt=str(i)))
-        self.answers: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
-
-    def step(self) -> None:
-        """Counts while all requests run: from the step on in which every one has had its first
-        token, until one ends.
-        """
-        started = time.perf_counter()
-        updates = self.engine.step()
-        if all(self.answers.values()) and len(updates) == len(self.answers):
-            self.seconds += time.perf_counter() - started
-            self.slots += len(updates)
-            self.tokens += sum(len(update.token_ids) for update in updates)
-        for update in updates:
-            self.answers[update.request_id] += update.token_ids
-
-
-def loads(
-    target: Target, heads: dict[str, Draft], asked: list[list[int]], args: argparse.Namespace
-) -> dict[str, Any]:
-    """By temperature, requests and head: plain's seconds a token by its own, for every sample but
-    the first, in which `auto` learns the head. Engines take turns step by step, since a virtual
-    machine's speed changes within seconds.
-    """
-    found: dict[str, Any] = {}
-    rng = random.Random(0)
-    for temperature, load in itertools.product(TEMPERATURES, LOADS):
-        config = EngineConfig(max_batch=load, speculation="off", text_drafts=False)
-        auto = config.model_copy(update={"speculation": "auto"})
-        engines = {"plain": Engine(target, None, config)}
-        engines |= {name: Engine(target, head, auto) for name, head in heads.items()}
-        num_tokens = args.decoded * (2 if load > MANY else 1)  # all have to run at a time
-        together = list(itertools.islice(itertools.cycle(asked), load))
-        samples: list[dict[str, Batch]] = []
-        for _ in range(args.samples + 1):
-            batches = {
-                name: Batch(engine, together, num_tokens, temperature)
-                for name, engine in engines.items()
-            }
-            while turn := [batch for batch in batches.values() if batch.engine.has_work]:
-                rng.shuffle(turn)
-                for batch in turn:
-                    batch.step()
-            for name, batch in batches.items():
-                same = batch.answers == batches["plain"].answers
-                assert same, f"{name}: speculation changed an answer"
-            samples.append(batches)
-        samples = samples[1:]
-        of_load = found[f"temperature {temperature:g}, {load} at a time"] = {}
-        for name in heads:
-            plain_s = [one["plain"].seconds / one["plain"].tokens for one in samples]
-            own_s = [one[name].seconds / one[name].tokens for one in samples]
-            ratios = list(map(operator.truediv, plain_s, own_s))
-            taus = [one[name].tokens / one[name].slots for one in samples]
-            of_load[name] = {
-                "speedup": round(statistics.median(ratios), 3),
-                "samples": [round(ratio, 3) for ratio in ratios],
-                "tau": round(statistics.median(taus), 2),
-            }
-    return found
-
-
 def eagle3(target: Target, file: Path, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     """ms a token and tau over all prompts; answers equal to the same engine's without a head."""
     small, folder = hub.resolve_target(shape.body_of), hub.resolve_target(str(file))
@@ -500,20 +409,15 @@ def measured(file: Path, name: str, num_bytes: int, args: argparse.Namespace) ->
         found["plain"] = plain(engine, file, num_bytes, args)
     if "rows" in args.sections:
         found["rows"] = rows(engine.target, args)
-    if shape.body_of and {"draft", "head", "loads"} & set(args.sections):
+    if shape.body_of and {"draft", "head"} & set(args.sections):
         target, folder = hub.resolve_target(str(file)), file.with_suffix(".head")
         if not folder.exists():
             body.write_body_head(shape.body_of, shape.sizes, target, folder)
-        config, tensors = read_head(folder)
-        padded = Draft(config, tensors, engine.target)
+        padded = Draft(*read_head(folder), engine.target)
         if "draft" in args.sections:
             found["draft"] = draft(engine.target, padded, args)
         if "head" in args.sections:
             found["head"] = head(engine.target, padded, prompts(target, args), args)
-        if "loads" in args.sections:
-            worse = Draft(config, spoiled(tensors), engine.target)
-            heads = {"head": padded, "spoiled": worse}
-            found["loads"] = loads(engine.target, heads, prompts(target, args), args)
     if shape.body_of and args.llama and "eagle3" in args.sections:
         found["eagle3"] = eagle3(engine.target, file, shape, args)
     return found

@@ -16,17 +16,16 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import held_out
 import httpx
 import numpy as np
+from servers import memory_mb, started
 
 from eyas import hub
 from eyas.chat import Chat
@@ -39,12 +38,11 @@ from eyas.serve.server import ServeConfig
 MAX_LENGTH, NUM_PAGES, MAX_BATCH = 512, 44, 8
 SHORT_ANSWER, LONG_ANSWER, GO_ON_SHARE = 96, 192, 0.3
 # The second half may grow by the larger of the two: the allocator's pools move too.
-FLAT_MIB, FLAT_SHARE = 8.0, 0.02
+FLAT_MB, FLAT_SHARE = 8.0, 0.02
 LONG = 1000  # requests from which memory and preemptions are criteria
 LIMITS = LimitsConfig(max_queue=24, max_connections=80, body_timeout_s=3)
 AT_ONCE = 48  # clients
 PATIENCE = 400  # times that a client repeats a request
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: 9\r\n\r\n"
@@ -89,7 +87,7 @@ class Storm:
     def __init__(self, url: str, pid: int, questions: list[Question], seed: int) -> None:
         self.counts = Counter[str]()
         self.failures: list[str] = []
-        self.memory: list[float] = []  # MiB of the server, as requests end
+        self.memory: list[float] = []  # MB of the server, as requests end
         self._pid, self._questions = pid, questions
         self._host, self._port = url.removeprefix("http://").split(":")
         self._rng = random.Random(seed)
@@ -126,7 +124,7 @@ class Storm:
                 is_right = self._is_ending and turn not in self._begun
                 self.expect(is_right, f"{kind}: {type(error).__name__}: {error}")
                 self.counts["turned_away"] += 1
-            self.memory.append(resident_mib(self._pid))
+            self.memory.append(memory_mb(self._pid))
 
     async def _settled(self) -> None:
         for _ in range(200):
@@ -278,14 +276,6 @@ class Storm:
         return await asyncio.open_connection(self._host, int(self._port))
 
 
-def resident_mib(pid: int) -> float:
-    """Of a process; NaN where it is gone or the system has no /proc."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 2**20
-    except (OSError, IndexError):
-        return float("nan")
-
-
 def questions(args: argparse.Namespace, config: ServeConfig) -> list[Question]:
     """Greedy questions of random sizes, answered by an engine with room for all."""
     rng, target = random.Random(args.seed), hub.resolve_target(args.target)
@@ -307,17 +297,6 @@ def questions(args: argparse.Namespace, config: ServeConfig) -> list[Question]:
     return [Question(*one, texts[at]) for at, one in enumerate(asked)]
 
 
-def started(config: ServeConfig) -> tuple[subprocess.Popen[str], str]:
-    """A server in a process of its own, and its URL."""
-    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    url = next((line.strip() for line in process.stdout if line.startswith("http://")), None)
-    if url is None:
-        sys.exit("error: the server did not start")
-    return process, url
-
-
 def main() -> None:
     parser = held_out.arguments(__doc__, prompts=120, model="builtin")
     parser.add_argument("--requests", type=int, default=2000)
@@ -330,31 +309,28 @@ def main() -> None:
         target=args.target, head=args.head, model="eyas", port=0, limits=LIMITS, engine=engine
     )
     asked = questions(args, config)
-    process, url = started(config)
-    began = time.monotonic()
-    try:
+    with started(config) as (process, url):
+        began = time.monotonic()
         storm = Storm(url, process.pid, asked, args.seed)
         asyncio.run(storm.run(args.requests))
         seconds = time.monotonic() - began
         ending = Storm(url, process.pid, asked, args.seed + 1)
         asyncio.run(ending.run(AT_ONCE * 3, end_after=AT_ONCE + AT_ONCE // 2))
         ending.expect(process.wait(60) == 0, f"exit code {process.returncode} after SIGTERM")
-    finally:
-        process.kill()
-    settled = [mib for mib in storm.memory[len(storm.memory) // 2 :] if mib == mib]
+    settled = list(filter(None, storm.memory[len(storm.memory) // 2 :]))
     growth = float(np.polyfit(np.arange(len(settled)), settled, 1)[0]) * len(settled)
-    is_flat = growth <= max(FLAT_MIB, FLAT_SHARE * settled[0])
+    is_flat = growth <= max(FLAT_MB, FLAT_SHARE * settled[0])
     if args.requests >= LONG:
-        storm.expect(is_flat, f"memory grew by {growth:.1f} MiB over the second half")
+        storm.expect(is_flat, f"memory grew by {growth:.1f} MB over the second half")
         storm.expect(storm.counts["preemptions"] > 0, "nothing was preempted: a smaller cache")
     failures = storm.failures + ending.failures
     figures = {
         "requests": args.requests,
         "seconds": round(seconds, 1),
         **dict(sorted(storm.counts.items())),
-        "rss_mib_halfway": round(settled[0], 1),
-        "rss_mib_end": round(settled[-1], 1),
-        "rss_mib_grown_in_second_half": round(growth, 2),
+        "mb_halfway": round(settled[0], 1),
+        "mb_end": round(settled[-1], 1),
+        "mb_grown_in_second_half": round(growth, 2),
         "memory_is_flat": is_flat,
         "after_sigterm": dict(sorted(ending.counts.items())),
         "failures": len(failures),

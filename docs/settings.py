@@ -68,7 +68,7 @@ def rows(
     """A line for each setting, those of sections behind them. seen: models of entries that have
     their lines already.
     """
-    properties, inner = kind.model_json_schema()["properties"], []
+    page, inner = kind.model_json_schema(), []
     for name, field in kind.model_fields.items():
         given = field.get_default(call_default_factory=True)
         given = getattr(default, name) if default is not None else given
@@ -76,7 +76,9 @@ def rows(
             inner += list(rows(type(given), seen, f"{prefix}{name}.", given))
             continue
         shown = "" if field.is_required() and default is None else f"`{plain(given)}`"
-        schema = properties[field.alias or name]
+        schema = page["properties"][field.alias or name]
+        named = page.get("$defs", {}).get(schema.get("$ref", "").rpartition("/")[2], {})
+        schema = named if "enum" in named else schema
         cells = f"`{prefix}{name}`", shown, values(schema), meaning(kind, name)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
         of_each = "[]" if "list" in values(schema) or "by name" in values(schema) else ""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import faults
 from eyas import builtin
 from eyas.export import replay
 from eyas.export.readings import DECLARED, misreadings
 from eyas.export.verdict import ReadingScore, named, why_findings
+from eyas.model.config import RopeConfig
+from eyas.model.dialects import LM_HEAD
 from eyas.operators.head import head_of
 from eyas.operators.tensors import read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
@@ -42,25 +42,60 @@ def test_every_reading_is_a_head_and_says_what_to_do(tiny, flags):
         assert one.config != config or one.tensors is not tensors
 
 
-@dataclass
-class Bench:
-    vocabulary: TargetVocabulary
+def layers(*moved_by: int):
+    def plant(config, tensors):
+        taps = tuple(tap + by for tap, by in zip(config.taps, moved_by, strict=True))
+        return config.model_copy(update={"taps": taps}), tensors
+
+    return plant
 
 
-EDITS = [one for one in faults.BROKEN if one.right]
+def with_config(**changes):
+    return lambda config, tensors: (config.model_copy(update=changes), tensors)
 
 
-@pytest.mark.parametrize("fault", EDITS, ids=[one.name for one in EDITS])
-def test_the_reading_undoes_the_fault(tiny, fault):
+def feature_first(config, tensors):
+    """The layer's two inputs in the other order."""
+    names = [f"midlayer.self_attn.{letter}_proj.weight" for letter in "qkv"]
+    swapped = {name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in names}
+    return config, tensors | swapped
+
+
+def map_lost(config, tensors):
+    """The target's first tokens as the vocabulary."""
+    first_V = torch.arange(config.vocab_size) < config.draft_vocab_size
+    return config, tensors | {"d2t": torch.zeros_like(tensors["d2t"]), "t2d": first_V}
+
+
+def lm_head_lost(config, tensors):
+    noise = torch.randn(tensors[LM_HEAD].shape, generator=torch.Generator().manual_seed(0))
+    return config, tensors | {LM_HEAD: noise}
+
+
+EDITS = {  # a fault: the reading that undoes it
+    "outputs listed as inputs": ("layers one later (inputs taken for outputs)", layers(-1, -1, -1)),
+    "inputs listed as outputs": ("layers one earlier (outputs taken for inputs)", layers(1, 1, 1)),
+    "first layer one on": ("the target's default layers", layers(1, 0, 0)),
+    "second layer one back": ("the target's default layers", layers(0, -1, 0)),
+    "rope_theta": ("the target's rotary embedding", with_config(rope=RopeConfig(theta=100.0))),
+    "a flag": ("norm_before_residual off", with_config(norm_before_residual=True)),
+    "[feature, embedding]": ("the feature before the embedding", feature_first),
+    "map lost": ("d2t by the rows of lm_head", map_lost),
+    "lm_head lost": ("the target's lm_head", lm_head_lost),
+}
+
+
+@pytest.mark.parametrize(("name", "plant"), EDITS.values(), ids=EDITS)
+def test_the_reading_undoes_the_fault(tiny, name, plant):
     """Exactly; of a lost lm_head as near as can be."""
     vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny, fc_norm=True)
     ids_W = tensors["d2t"] + torch.arange(64)
-    if "lm_head" in fault.right:
+    if "lm_head" in name:
         tensors["lm_head.weight"] = vocabulary.lm_head[ids_W]
-    broken = fault.plant(Bench(vocabulary), config, tensors)
+    broken = plant(config, tensors)
     readings = misreadings(*broken, vocabulary, why=True)
-    right = next(one for one in readings if one.name == fault.right)
+    right = next(one for one in readings if one.name == name)
     sound, bad, good = (
         head_of(*one) for one in ((config, tensors), broken, (right.config, right.tensors))
     )
@@ -75,7 +110,7 @@ def test_the_reading_undoes_the_fault(tiny, fault):
         )
     torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
     is_same = torch.allclose(before, expected, rtol=1e-2, atol=1e-2)
-    assert is_same == ("d2t" in fault.right or "layers" in fault.right)
+    assert is_same == ("d2t" in name or "layers" in name)
 
 
 def drawn(rng, mean, num_answers=40, name=DECLARED, noise=None):
@@ -160,7 +195,7 @@ def test_the_command_names_a_fault_and_clears_a_sound_head(tmp_path, monkeypatch
 
     monkeypatch.setattr(replay, "misreadings", few)
     monkeypatch.setattr(replay, "WHY_CONVERSATIONS", 12)
-    config, tensors = faults.feature_first(None, *read_head(builtin.head_folder()))
+    config, tensors = feature_first(*read_head(builtin.head_folder()))
     folder = write_folder(write_head(config, tensors, "eyas"), tmp_path / "head")
     done = run_eyas("check", folder, "-t", "builtin", "--why", "--json")
     assert done.exit_code == 2, done.output

@@ -1,6 +1,6 @@
 """A Llama target, or an EAGLE-3 head with its embedding, in OpenVINO's form, by optimum-intel.
 
-python convert_openvino.py MODEL OUT bf16|fp16|fp32 [INFO]  # bf16: the weights as they are stored
+python convert_openvino.py MODEL OUT [INFO]  # the weights as they are stored
 
 INFO goes into the runtime info behind that of EAGLE-3's mode, as the export's card says.
 """
@@ -11,17 +11,14 @@ import sys
 from pathlib import Path
 
 from optimum.exporters.openvino import main_export
-from optimum.intel import OVConfig
 
 
 def main() -> None:
-    model, out, weights, *info = sys.argv[1:]
-    config = None if weights == "bf16" else OVConfig(dtype=weights)
+    model, out, *info = sys.argv[1:]
     main_export(
         model,
         out,
         task="text-generation-with-past",
-        ov_config=config,
         convert_tokenizer=True,
         trust_remote_code=True,
     )

@@ -1,8 +1,7 @@
-"""eyas as a worker of the peers benchmark, through Engine.load, add and step."""
+"""eyas as a worker of engines.py, through Engine.load, add and step."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ class Eyas:
         set_num_threads(settings["threads"])
         self.speculates = settings.get("speculation", "off") != "off"
         config = EngineConfig(
-            max_batch=settings.get("max_batch", 1),
+            max_batch=1,
             max_length=settings["max_length"],
             speculation=settings.get("speculation", "off"),
         )
@@ -27,34 +26,17 @@ class Eyas:
         self.asked = 0
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
-        asked = time.perf_counter()
-        self._add(prompt, max_tokens, ignore_eos)
-        return timed(asked, self._updates())
+        """Under a salt of its own: neither the prompt nor the answer of a pass before helps."""
+        self.asked += 1
+        name = f"{self.asked}"
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        self.engine.add(Request(name, tuple(prompt), params, self.speculates, cache_salt=name))
+        return timed(self._updates())
 
     def _updates(self) -> Iterator[list[int]]:
         while self.engine.has_work:
             for update in self.engine.step():
                 yield list(update.token_ids)
-
-    def decode_together(
-        self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
-    ) -> Decoded:
-        asked, rounds, tokens = time.perf_counter(), 0, list[int]()
-        for prompt in prompts:
-            self._add(prompt, max_tokens, ignore_eos)
-        while self.engine.has_work:
-            rounds += 1
-            tokens += [token for update in self.engine.step() for token in update.token_ids]
-        return Decoded(tokens, time.perf_counter() - asked, rounds)
-
-    def _add(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
-        """Under a salt of its own: neither the prompt nor the answer of a pass before helps."""
-        self.asked += 1
-        number, params = (
-            f"{self.asked}",
-            SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
-        )
-        self.engine.add(Request(number, tuple(prompt), params, self.speculates, cache_salt=number))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""llama.cpp as a worker of the peers benchmark: a llama-server of its own, asked over HTTP.
+"""llama.cpp as a worker of engines.py and sizes.py: a llama-server of its own, asked over HTTP.
 
 Times are the server's, from the end of the prompt to the last token. Greedy by top_k 1 alone, so
 that no other sampler runs.
@@ -73,9 +73,7 @@ class LlamaCpp:
             reply = json.load(answer)
         timings = reply["timings"]
         rounds = self._new_rounds() if self.speculates else int(timings["predicted_n"]) - 1
-        return Decoded(
-            reply["tokens"], timings["predicted_ms"] / 1e3, rounds, timings["prompt_ms"] / 1e3
-        )
+        return Decoded(reply["tokens"], timings["predicted_ms"] / 1e3, rounds)
 
     def _new_rounds(self) -> int:
         """Verification steps since the last call. (An answer's accepted drafts would count some

@@ -1,9 +1,9 @@
 """OpenVINO GenAI as a worker of engines.py.
 
-weights: stored as they came (bf16), as fp16 or fp32; inference_precision: what the CPU plugin
-computes in. A chain sets num_assistant_tokens alone, a tree also branching_factor and tree_depth.
-A tree needs `kv_cache`: where no precision is named, GenAI moves the keys and values of an accepted
-branch as if they had another, and the answers are wrong.
+Weights are stored as they came (bf16); the CPU plugin computes in fp32. A chain sets
+num_assistant_tokens alone, a tree also branching_factor and tree_depth. A tree needs a precision of
+keys and values: where none is named, GenAI moves those of an accepted branch as if they had
+another, and the answers are wrong.
 """
 
 from __future__ import annotations
@@ -22,34 +22,31 @@ HERE = Path(__file__).parent
 
 
 class OpenVino:
-    """One pipeline, plain or with an EAGLE-3 head."""
+    """One pipeline with an EAGLE-3 head."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         device = {
-            "INFERENCE_PRECISION_HINT": settings["inference_precision"],
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
             "INFERENCE_NUM_THREADS": settings["threads"],
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_HYPER_THREADING": True,
         }
-        if "kv_cache" in settings:
-            device["KV_CACHE_PRECISION"] = settings["kv_cache"]
-        device |= {"PERFORMANCE_HINT": "LATENCY", "ENABLE_HYPER_THREADING": True}
-        options: dict[str, Any] = dict(device)
-        self.speculates = "num_draft_steps" in settings
-        if self.speculates:
-            options["draft_model"] = genai.draft_model(
-                exported(settings, settings["head_openvino"], settings["layers_openvino"]),
-                "CPU",
-                **device,
-            )
-        if self.speculates:
-            scheduler = genai.SchedulerConfig()
-            scheduler.cache_size = 1
-            scheduler.enable_prefix_caching = False
-            scheduler.max_num_seqs = 1
-            # a prompt whole: one whose last part is a single token ends a tree with an error
-            scheduler.max_num_batched_tokens = settings["max_length"]
-            options["scheduler_config"] = scheduler
-        self.pipeline = genai.LLMPipeline(exported(settings, settings["target"]), "CPU", **options)
+        head = exported(settings, settings["head_openvino"], settings["layers_openvino"])
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 1
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_seqs = 1
+        # a prompt whole: one whose last part is a single token ends a tree with an error
+        scheduler.max_num_batched_tokens = settings["max_length"]
+        self.pipeline = genai.LLMPipeline(
+            exported(settings, settings["target"]),
+            "CPU",
+            draft_model=genai.draft_model(head, "CPU", **device),
+            scheduler_config=scheduler,
+            **device,
+        )
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         end = self.settings["eos_token_id"]
@@ -57,8 +54,7 @@ class OpenVino:
             max_new_tokens=max_tokens, ignore_eos=ignore_eos, do_sample=False, eos_token_id=end
         )
         config.apply_chat_template = False
-        if self.speculates:
-            config.num_assistant_tokens = self.settings["num_draft_steps"]
+        config.num_assistant_tokens = self.settings["num_draft_steps"]
         if "tree_topk" in self.settings:
             config.branching_factor = self.settings["tree_topk"]
             config.tree_depth = self.settings["num_draft_steps"]
@@ -69,19 +65,18 @@ class OpenVino:
         tokens = list(answer.tokens[0])
         # ms, one for each forward that gave tokens
         measured = answer.perf_metrics.raw_metrics
-        times, first = measured.m_new_token_times, measured.m_times_to_first_token[0]
-        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1, first / 1e3)
+        times = measured.m_new_token_times
+        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1)
 
 
 def exported(settings: dict[str, Any], folder: str, *info: str) -> str:
     """The model of a Hugging Face folder in OpenVINO's form, exported once. info: of a head, its
     layers.
     """
-    weights = settings["weights"]
-    made = Path(settings["work"], f"{Path(folder).name}-openvino-{weights}")
+    made = Path(settings["work"], f"{Path(folder).name}-openvino")
     if not made.exists():
         half = made.with_name(made.name + ".half")
-        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half), weights]
+        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half)]
         subprocess.run([*command, *info], check=True, stdout=sys.stderr)
         half.rename(made)
     return str(made)

@@ -1,4 +1,4 @@
-"""SGLang on a CPU as a worker of the peers benchmark: its engine, with its scheduler and its draft
+"""SGLang on a CPU as a worker of engines.py: its engine, with its scheduler and its draft
 worker in processes of their own, as its server starts it.
 
 Its innermost loops are torch's (sglang_cpu/sgl_kernel.py), so seconds say nothing about SGLang.
@@ -14,29 +14,19 @@ from wire import Decoded, serve
 
 
 class SGLang:
-    """One engine with a head, or without; a round is a verification, of which it keeps count."""
+    """One engine with a head; a round is a verification, of which it keeps count."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        # Named one by one: as `attention_backend` SGLang would replace the kernels' one where the
-        # real package is not there.
-        options = {
-            "prefill_attention_backend": "intel_amx",
-            "decode_attention_backend": "intel_amx",
-        }
-        if "num_draft_steps" in settings:
-            steps = settings["num_draft_steps"]
-            options |= {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": settings["head_sglang"],
-                "speculative_num_steps": steps,
-                "speculative_eagle_topk": settings.get("tree_topk", 1),
-                "speculative_num_draft_tokens": settings.get("num_verify_tokens", steps + 1),
-            }
+        steps = settings["num_draft_steps"]
         self.engine = sglang.Engine(
             model_path=settings["target"],
             dtype=settings["precision"],
             device="cpu",
             attention_backend="torch_native",
+            # named one by one: as `attention_backend` SGLang would replace the kernels' one where
+            # the real package is not there
+            prefill_attention_backend="intel_amx",
+            decode_attention_backend="intel_amx",
             disable_overlap_schedule=True,
             grammar_backend="none",
             disable_radix_cache=True,
@@ -45,7 +35,11 @@ class SGLang:
             max_total_tokens=4 * settings["max_length"],
             max_running_requests=1,
             mem_fraction_static=0.3,
-            **options,
+            speculative_algorithm="EAGLE3",
+            speculative_draft_model_path=settings["head_sglang"],
+            speculative_num_steps=steps,
+            speculative_eagle_topk=settings.get("tree_topk", 1),
+            speculative_num_draft_tokens=settings.get("num_verify_tokens", steps + 1),
         )
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
@@ -53,7 +47,7 @@ class SGLang:
         params = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos}
         answer = self.engine.generate(input_ids=prompt, sampling_params=params)
         tokens: list[int] = answer["output_ids"]
-        rounds = answer["meta_info"].get("spec_verify_ct") or len(tokens) - 1
+        rounds = answer["meta_info"].get("spec_verify_ct", 0)
         return Decoded(tokens, time.perf_counter() - asked, rounds)
 
 

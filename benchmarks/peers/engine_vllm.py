@@ -1,11 +1,10 @@
-"""vLLM on CPU as a worker of the peers benchmark: its engine in this process, stepped by hand and
+"""vLLM on CPU as a worker of engines.py: its engine in this process, stepped by hand and
 timed from outside.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,36 +21,36 @@ from wire import Decoded, serve, timed
 
 
 class Vllm:
-    """One engine, compiled; a round is a step that gave tokens."""
+    """One engine; a round is a step that gave tokens."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        speculative = None
-        if "num_draft_steps" in settings:
-            steps = settings["num_draft_steps"]
-            speculative = {
-                "method": "eagle3",
-                "model": settings["head_vllm"],
-                "num_speculative_tokens": steps,
-            }
+        speculative = {
+            "method": "eagle3",
+            "model": settings["head_vllm"],
+            "num_speculative_tokens": settings["num_draft_steps"],
+        }
         self.engine = LLM(
             settings["target"],
             dtype=settings["precision"],
             max_model_len=settings["max_length"],
-            max_num_seqs=settings.get("max_batch", 1),
+            max_num_seqs=1,
             max_num_batched_tokens=settings["max_length"],
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            enforce_eager=settings.get("eager", False),
+            enforce_eager=True,
             speculative_config=speculative,
         ).llm_engine
         torch.set_num_threads(settings["threads"])
         self.asked = 0
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
-        asked = time.perf_counter()
-        self._add(prompt, max_tokens, ignore_eos)
-        return timed(asked, self._updates())
+        self.asked += 1
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False
+        )
+        self.engine.add_request(str(self.asked), TokensPrompt(prompt_token_ids=prompt), params)
+        return timed(self._updates())
 
     def _updates(self) -> Iterator[list[int]]:
         count = 0
@@ -61,26 +60,6 @@ class Vllm:
                 if len(now) > count:
                     yield now[count:]
                     count = len(now)
-
-    def decode_together(
-        self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
-    ) -> Decoded:
-        asked, rounds, tokens = time.perf_counter(), 0, list[int]()
-        for prompt in prompts:
-            self._add(prompt, max_tokens, ignore_eos)
-        while self.engine.has_unfinished_requests():
-            rounds += 1
-            for output in self.engine.step():
-                if output.finished:
-                    tokens += output.outputs[0].token_ids
-        return Decoded(tokens, time.perf_counter() - asked, rounds)
-
-    def _add(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
-        self.asked += 1
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False
-        )
-        self.engine.add_request(str(self.asked), TokensPrompt(prompt_token_ids=prompt), params)
 
 
 if __name__ == "__main__":

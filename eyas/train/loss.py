@@ -49,11 +49,11 @@ class ObjectiveConfig(BaseModel):
     """The loss: EAGLE-3's reference, except for the loss mask, the mean over judged slots, and the
     defaults of what follows (docs/decisions/training.md).
 
-    num_ttt_steps: K. later_steps: `all` unrolls all slots at every step; `sampled` a share .8 ** i
-    at step i, drawn anew in every training step: the same loss on average for little more than half
-    of the work. weight_decay: of all weights but norms, times the learning rate (decoupled, as in
-    AdamW). recompute: store little of each step and compute it again in the backward: the same loss
-    but for rounding, in a fraction of the memory.
+    num_ttt_steps: K, of training-time test. later_steps: `all` unrolls all slots at every step;
+    `sampled` a share .8 ** i at step i, drawn anew every time: the same loss on average for little
+    more than half of the work. weight_decay: of all weights but norms, times the learning rate
+    (decoupled, as in AdamW). recompute: store little of each step and compute it again in the
+    backward: the same loss up to rounding, in less memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
