@@ -97,7 +97,6 @@ def published_names(name: str) -> set[str]:
 
 
 def _renamed(part: str, names: Mapping[str, str]) -> str:
-    """A part of a layer: by its whole name, else by its beginning and its end."""
     if part in names:
         return names[part]
     for published, ours in names.items():

@@ -1,7 +1,6 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
-The native library computes, in one call a forward; tests/oracle has the plain version, and
-tests/test_families.py holds the logits of both to transformers'.
+The native library computes a forward in one call; tests/oracle has the plain version.
 
 Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
 vocabulary.

@@ -174,10 +174,9 @@ def file_arrays(path: Path, wanted: Collection[str] | None) -> dict[str, Array]:
         return {name: found[name] for name in found if wanted is None or name in wanted}
     with _opened(path) as shard:
         names = [name for name in shard.keys() if wanted is None or name in wanted]  # noqa: SIM118
-        unknown = [name for name in names if shard.get_slice(name).get_dtype() not in TYPES]
-        if unknown:
-            kind = shard.get_slice(unknown[0]).get_dtype()
-            raise CorruptError(f"{path}: {unknown[0]} is {kind}, which is not read", RESTORE)
+        for name in names:
+            if (kind := shard.get_slice(name).get_dtype()) not in TYPES:
+                raise CorruptError(f"{path}: {name} is {kind}, which is not read", RESTORE)
     return mapped(path, names)
 
 
@@ -200,7 +199,6 @@ def mapped(path: Path, names: Collection[str]) -> dict[str, Array]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Raises CorruptError."""
     try:
         with safe_open(str(path), framework="np") as shard:
             yield shard
