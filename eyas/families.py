@@ -114,10 +114,9 @@ GEMMA = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-GRANITE = {
-    **dict.fromkeys(("attention_multiplier", "embedding_multiplier"), 1.0),
-    **dict.fromkeys(("residual_multiplier", "logits_scaling"), 1.0),
-}
+GRANITE = dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
 GGUF_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     **of_parts("ffn_{}_exps", "mlp.experts.*.{}_proj"),
@@ -422,8 +421,6 @@ FAMILIES: dict[str, Family] = {
             "rope_scaling": {
                 "rope_type": "yarn",
                 "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
                 "truncate": False,
                 "original_max_position_embeddings": 4096,
             },

@@ -521,7 +521,7 @@ REFUSED = {
     "no draft vocabulary": ({"draft_vocab_size": None}, "lm_head.weight has shape"),
     "wrong heads": ({"num_key_value_heads": 4}, "k_proj.weight has shape"),
     "wider target": ({"target_hidden_size": 64}, "of another width"),
-    "no such vocabulary": ({"vocab_size": 10**20}, "less than 2147483648"),
+    "no such vocabulary": ({"vocab_size": 10**20}, "less than 2147"),
     **{
         f"ModelOpt's {key}": ({"eagle_config": {key: value}}, f"{key} is {value!r}")
         for key, value in {

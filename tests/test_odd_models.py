@@ -175,9 +175,9 @@ def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name
         ({"tie_word_embeddings": True}, "weights hold another lm_head"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, which Llama ignores"),
         ({"head_dim": 512}, "heads of 512"),
-        ({"sliding_window": 64, "layer_types": 8 * ["sliding_attention"]}, "runs no such Llama"),
+        ({"sliding_window": 64, "layer_types": 8 * ["sliding_attention"]}, "unlike Llama"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "form than Llama"),
-        ({"is_causal": False}, "attends to later tokens"),
+        ({"is_causal": False}, "later tokens"),
     ],
     ids=str,
 )
@@ -253,11 +253,14 @@ def sharded(folder: Path, shard: str) -> Path:
     return folder
 
 
-def test_a_shard_may_be_a_link_as_in_the_hubs_cache_and_no_folder(target):
+def test_a_shard_may_be_a_link(target):
     sharded(target, "model-1.safetensors")
     shard = target / "model-1.safetensors"
     shard.symlink_to(target.parent / "out.safetensors")
     assert Target.load(target).config.num_hidden_layers == 8
+    safetensors.torch.save_file({"model.norm.weight": ONE}, target / "model.safetensors")
+    with pytest.raises(CorruptError, match=r"norm\.weight differs in model"):
+        Target.load(target)
     shard.unlink()
     shard.mkdir()
     with pytest.raises(CorruptError, match=r"model-1\.safetensors cannot be read"):

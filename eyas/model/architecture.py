@@ -199,7 +199,7 @@ class TargetConfig(TargetShape):
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
         """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
-        CorruptError, and MismatchError for a model that our own decoder does not run.
+        CorruptError, and MismatchError for a model that we do not run.
         """
         whole = read_config(folder)
         _refuse_quantised(folder, whole)
@@ -252,7 +252,7 @@ def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
 
 
 class Unsupported(Exception):
-    """What our decoder does not compute, as the rest of a sentence."""
+    """What our decoder does not compute: a sentence's rest."""
 
 
 # In the config.json of a family without them in `defaults`, nothing reads these.
@@ -266,8 +266,8 @@ OF_SOME = (
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the decoder of text, with what stands outside of it
-    for the whole model, and the family's defaults, which are not for what is null.
+    """A config.json's part on the decoder of text, with what stands outside of it for the whole
+    model, and the family's defaults, which are not for what is null.
     """
     text = config.get("text_config")
     merged = dict(config)
@@ -302,9 +302,7 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
 
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of TargetConfig that a family's config.json says. Raises KeyError, ValueError,
-    Unsupported.
-    """
+    """A family's config.json as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
     for name in NUMBERS:
         if config.get(name) is not None:
             whole_number(config, name)
@@ -321,7 +319,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if isinstance(size, int) and size > most:
             raise Unsupported(f"has {what} of {size}; eyas' engine runs {most} at most")
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
-        raise Unsupported("attends to later tokens too, so it answers no prompts")
+        raise Unsupported("attends to later tokens")
     rotations, dims = rotations_of(config, family, head_dim)
     if isinstance(length, int) and rotations[0].kind == "longrope":
         # its second set of factors, for longer contexts, is not used
@@ -402,7 +400,7 @@ def layer_kinds(
     kinds = []
     for layer, kind in enumerate(stated):
         if kind not in known:
-            raise Unsupported(f"has layers of the kind {kind!r}; eyas runs no such {family.name}")
+            raise Unsupported(f"has layers of the kind {kind!r}, unlike {family.name}")
         kinds.append(
             LayerKind(
                 mixer="conv" if kind == "conv" else "attention",
@@ -437,9 +435,7 @@ def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[ob
 def rotations_of(
     config: Mapping[str, Any], family: Family, head_dim: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
-    """The rotary embeddings, full attention's first, and how many channels they turn. Raises
-    Unsupported.
-    """
+    """Rotary embeddings, full attention's first, and the channels turned. Raises Unsupported."""
     stated = _stated_rope(config, family)
     by_kind = {key: value for key, value in stated.items() if isinstance(value, dict)}
     if config.get("rope_parameters") and bool(by_kind) != family.local_rope:
@@ -489,7 +485,7 @@ def activation_of(config: Mapping[str, Any], family: Family) -> Activation:
     if stated not in ACTIVATIONS:
         raise Unsupported(f"has the activation {stated!r}, which eyas' engine does not compute")
     if (given(config, "swiglu_alpha", 1.702), given(config, "swiglu_limit", 7)) != (1.702, 7):
-        raise Unsupported("has a swiglu_alpha or swiglu_limit that eyas' engine does not compute")
+        raise Unsupported("has a swiglu_alpha or swiglu_limit that eyas does not compute")
     return family.activation or ACTIVATIONS[stated]
 
 

@@ -356,8 +356,6 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     return config
 
 
-# Whether a head is its target's: another one drafts badly without an error.
-
 # What a config without rope_theta means to EAGLE's trainer and to every engine.
 EAGLE_ROPE = RopeConfig()
 

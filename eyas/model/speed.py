@@ -37,7 +37,6 @@ class Speed:
 
 
 def measured(threads: int) -> Speed:
-    """Needs the library."""
     lib, matrix, rng = library(), _random_matrix(), np.random.default_rng(1)
     linear = PackedLinear.of_blocks([matrix], (), threads)
     x, y = rng.standard_normal(K, dtype=np.float32), np.empty(N, dtype=np.float32)
@@ -52,7 +51,6 @@ def measured(threads: int) -> Speed:
 
 
 def _random_matrix() -> BlockMatrix:
-    """Q8_0: a scale in half precision before 32 numbers of 8 bits."""
     shape = REPEATED, K // BLOCK, 2 + BLOCK
     blocks = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     blocks[..., :2] = np.full(1, 0.01, dtype=np.float16).view(np.uint8)

@@ -55,7 +55,13 @@ def read_arrays(
         return {name: rounded(values, dtype) for name, values in dequantised.items()}
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
-            return sharded_arrays(root, index, wanted)
+            found = sharded_arrays(root, index, wanted)
+            if not pickled and (root / single).exists():
+                for name, twin in file_arrays(root / single, wanted).items():
+                    if name not in found or not np.array_equal(twin, found[name]):
+                        what = f"{root}: {name} differs in {single} and {index}"
+                        raise CorruptError(f"{what}: loaders take either", "delete one")
+            return found
         if (root / single).exists():
             return file_arrays(root / single, wanted)
     raise _without_weights(root)
