@@ -37,6 +37,7 @@ class Speed:
 
 
 def measured(threads: int) -> Speed:
+    """Needs the library."""
     lib, matrix, rng = library(), _random_matrix(), np.random.default_rng(1)
     linear = PackedLinear.of_blocks([matrix], (), threads)
     x, y = rng.standard_normal(K, dtype=np.float32), np.empty(N, dtype=np.float32)
