@@ -114,6 +114,9 @@ GEMMA = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GRANITE = dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
 GGUF_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     **of_parts("ffn_{}_exps", "mlp.experts.*.{}_proj"),
@@ -136,6 +139,7 @@ FAMILIES: dict[str, Family] = {
             "moe_layers": None,
             "use_qk_norm": True,
             "no_rope_layer_interval": 4,
+            "no_rope_layers": None,
             "attention_chunk_size": 8192,
             "attn_temperature_tuning": True,
             "floor_scale": 8192,
@@ -170,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
             "rope_scaling": {
                 "rope_type": "yarn",
+                "rope_theta": 1e6,
                 "factor": 16.0,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
@@ -272,6 +277,9 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
         },
         norms="both",
         norm_offset=1.0,
@@ -308,6 +316,7 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 2e6,
             "max_position_embeddings": 32768,
             "no_rope_layer_interval": 4,
+            "no_rope_layers": None,
         },
         out_bias=None,
         has_window_switch=True,
@@ -316,7 +325,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         "Granite",
-        defaults={"attention_multiplier": 1.0},
+        defaults=GRANITE,
         out_bias=None,
         gguf="granite",
         gguf_interleaved=True,
@@ -324,7 +333,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         "GraniteMoeHybrid",
         defaults={
-            "attention_multiplier": 1.0,
+            **GRANITE,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024,
@@ -383,7 +392,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "exaone4": Family(
         "Exaone4",
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
         norms="after",
         qk_norm="head",
         window_period=4,
@@ -412,8 +421,6 @@ FAMILIES: dict[str, Family] = {
             "rope_scaling": {
                 "rope_type": "yarn",
                 "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
                 "truncate": False,
                 "original_max_position_embeddings": 4096,
             },
@@ -444,6 +451,7 @@ FAMILIES: dict[str, Family] = {
             "block_auto_adjust_ff_dim": True,
         },
         qk_norm="head",
+        activation="silu",
         names={
             "model.embedding_norm": "model.norm",
             "operator_norm": "input_layernorm",

@@ -517,12 +517,11 @@ REFUSED = {
     "another family": ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
     "rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     "another algorithm": ({"speculators_model_type": "dflash"}, "dflash"),
-    "no shape": ({"hidden_size": None}, "hidden_size"),
     "wrong rows": ({"draft_vocab_size": 63}, "lm_head.weight has shape"),
     "no draft vocabulary": ({"draft_vocab_size": None}, "lm_head.weight has shape"),
     "wrong heads": ({"num_key_value_heads": 4}, "k_proj.weight has shape"),
     "wider target": ({"target_hidden_size": 64}, "of another width"),
-    "not a number": ({"intermediate_size": "wide"}, "intermediate_size"),
+    "no such vocabulary": ({"vocab_size": 10**20}, "less than 2147"),
     **{
         f"ModelOpt's {key}": ({"eagle_config": {key: value}}, f"{key} is {value!r}")
         for key, value in {

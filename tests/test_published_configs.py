@@ -138,12 +138,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 65536, "no_rope_layer_interval": 4, "rope_theta": 5e6,
         "no_rope_layers": [1, 1, 1, 0] * 2, "use_sliding_window": False, "rope_scaling": None,
     },
+    "SmolLM3 with a window": {
+        "model_type": "smollm3", "sliding_window": 64, "use_sliding_window": True,
+    },
     "LFM2-1.2B": {
         "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 64,
         "block_ff_dim": 600, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
         "block_norm_eps": 1e-5, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 64,
         "eos_token_id": 7, "full_attn_idxs": [2, 5, 7], "max_position_embeddings": 128000,
         "norm_eps": 1e-5, "num_heads": 4, "rope_theta": 1000000.0, "use_pos_enc": True,
+        "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.1,  # unread
     },
     "GLM-4-9B-0414": {
         "model_type": "glm4", "attention_bias": False, "head_dim": 16, "rms_norm_eps": 1e-5,
@@ -163,8 +167,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "experts in every second layer but one": {
         "model_type": "qwen3_moe", "decoder_sparse_step": 2, "mlp_only_layers": [3],
         "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2,
-        "attention_chunk_size": 64, "interleave_moe_layer_step": 3, "intermediate_size_mlp": 32,
-        "moe_layers": [0],  # of Llama 4, and nothing here
+        "interleave_moe_layer_step": 3, "moe_layers": [0],  # unread
     },
     "Qwen2.5-7B-Instruct with YaRN": {
         "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072,
@@ -183,6 +186,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "OLMo 3 with what transformers takes by default": {
         "model_type": "olmo3", "max_position_embeddings": 512, "sliding_window": 64,
+        "sliding_window_pattern": 3,  # unread
+    },
+    "Llama with keys of others": {
+        "model_type": "llama", "attention_multiplier": 0.3, "attn_logit_softcapping": 4.0,
+        "embedding_multiplier": 3.0, "final_logit_softcapping": 3.0, "logits_scaling": 3.0,
+        "max_position_embeddings": 512, "no_rope_layers": 8 * [0], "query_pre_attn_scalar": 9,
+        "position_embedding_type": "nope", "residual_multiplier": 0.3,
     },
     "YaRN without the context that it begins from": {
         "model_type": "llama", "max_position_embeddings": 512,

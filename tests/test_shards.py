@@ -329,8 +329,10 @@ def test_a_broken_sample_is_an_error_in_its_place(tmp_path):
     entry = features.entries[3]
     shard = tmp_path / "features" / entry.shard
     data = bytearray(shard.read_bytes())
-    data[entry.start] ^= 1
+    data[entry.start + 3] ^= 128  # its first token is negative
     shard.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"sample-3 .* is damaged"):
+        list(features.all_tokens())
     samples = features.stream(range(6))
     assert [next(samples).key for _ in range(3)] == ["sample-0", "sample-1", "sample-2"]
     with pytest.raises(CorruptError, match="sample-3"):
@@ -351,10 +353,3 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
         held = sum(sizes[number] for number in begun if number >= place)
         assert held <= max(100, sizes[place])
     assert sorted(begun) == list(range(len(sizes)))
-
-
-def test_the_index_says_what_the_features_are(tmp_path):
-    artifact = write(tmp_path / "features", [make_sample(0)])
-    said = {"taps": [1, 2, 3], "hidden_size": 5, "vocab_size": 97, "lm_head_sha256": "ab"}
-    said |= {"dtype": "bfloat16", "last_hidden": "post_norm", "codec": "raw"}
-    assert artifact.read_json("train.index.json")["meta"] == said | {"teacher": "everywhere"}

@@ -270,9 +270,10 @@ def verifier_findings(
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     if not isinstance(verifier, dict):
         return
-    said, own = verifier.get("architectures") or [], config.get("architectures") or []
+    listed = (verifier.get("architectures"), config.get("architectures"))
+    said, own = (sorted(map(str, one)) if isinstance(one, list) else [] for one in listed)
     others = []
-    if said and own and not set(said) & set(own):
+    if said and own and not {*said} & {*own}:
         others.append(f"{', '.join(said)}, the target is of {', '.join(own)}")
     for key in VERIFIER_SIZES:
         size = getattr(target, key)

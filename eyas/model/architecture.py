@@ -199,8 +199,7 @@ class TargetConfig(TargetShape):
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
         """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
-        CorruptError, and MismatchError for a model that our own decoder does not run
-        (`vocab.target_shape` may still read it).
+        CorruptError, and MismatchError for a model that we do not run.
         """
         whole = read_config(folder)
         _refuse_quantised(folder, whole)
@@ -253,23 +252,22 @@ def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
 
 
 class Unsupported(Exception):
-    """What our decoder does not compute, as the rest of a sentence."""
+    """What our decoder does not compute: a sentence's rest."""
 
 
-# Where another family's config.json has these, nothing reads them.
-LLAMA_4 = {
-    "attention_chunk_size",
-    "attn_temperature_tuning",
-    "interleave_moe_layer_step",
-    "intermediate_size_mlp",
-    "moe_layers",
-    "use_qk_norm",
-}
+# In the config.json of a family without them in `defaults`, nothing reads these.
+OF_SOME = (
+    "attention_chunk_size attn_temperature_tuning interleave_moe_layer_step intermediate_size_mlp "
+    "moe_layers use_qk_norm no_rope_layers no_rope_layer_interval position_embedding_type "
+    "sliding_window_pattern attention_multiplier embedding_multiplier residual_multiplier "
+    "logits_scaling attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar "
+    "norm_topk_prob hidden_activation"
+)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the decoder of text, with what stands outside of it
-    for the whole model, and the family's defaults, which are not for what is null.
+    """A config.json's part on the decoder of text, with what stands outside of it for the whole
+    model, and the family's defaults, which are not for what is null.
     """
     text = config.get("text_config")
     merged = dict(config)
@@ -278,7 +276,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         merged = text | {key: config[key] for key in outside if config.get(key) is not None}
     if (family := FAMILIES.get(str(merged.get("model_type")))) is None:
         return merged
-    ignored = LLAMA_4 - family.defaults.keys()
+    ignored = {*OF_SOME.split()} - family.defaults.keys()
     return {**family.defaults, **{key: merged[key] for key in merged.keys() - ignored}}
 
 
@@ -304,9 +302,7 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
 
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of TargetConfig that a family's config.json says. Raises KeyError, ValueError,
-    Unsupported.
-    """
+    """A family's config.json as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
     for name in NUMBERS:
         if config.get(name) is not None:
             whole_number(config, name)
@@ -322,12 +318,15 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     ):
         if isinstance(size, int) and size > most:
             raise Unsupported(f"has {what} of {size}; eyas' engine runs {most} at most")
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        raise Unsupported("attends to later tokens")
     rotations, dims = rotations_of(config, family, head_dim)
     if isinstance(length, int) and rotations[0].kind == "longrope":
         # its second set of factors, for longer contexts, is not used
         length = min(length, rotations[0].original_max_position_embeddings)
     scalar = config.get("query_pre_attn_scalar")
-    bias, eps = given(config, "attention_bias", False), given(config, "norm_eps", 1e-6)
+    bias = given(config, "attention_bias", False)
+    eps = "norm_eps" if "norm_eps" in family.defaults else "rms_norm_eps"
     out_bias = bias if family.out_bias is None else family.out_bias
     is_plain = rotations[0].kind in HEAD_ROPES and dims == head_dim  # heads can have it too
     plain = rotations[0] if is_plain else None
@@ -340,7 +339,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "num_key_value_heads": given(config, "num_key_value_heads", config["num_attention_heads"]),
         "head_dim": head_dim,
         "vocab_size": config["vocab_size"],
-        "rms_norm_eps": given(config, "rms_norm_eps", eps),
+        "rms_norm_eps": given(config, eps, 1e-6),
         "max_position_embeddings": length,
         "rope": plain or RopeConfig(theta=rotations[0].theta),
         "tie_word_embeddings": given(config, "tie_word_embeddings", False),
@@ -354,7 +353,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "ropes": () if len(rotations) == 1 and plain else rotations,
         "rotary_dims": None if dims == head_dim else dims,
         "query_scale": query_scale(config, family, rotations[0]),
-        "attention_scale": config.get("attention_multiplier") or (scalar and scalar**-0.5),
+        "attention_scale": given(config, "attention_multiplier", scalar and scalar**-0.5),
         "attention_softcap": config.get("attn_logit_softcapping"),
         "sinks": family.sinks,
         "embed_scale": math.sqrt(hidden)
@@ -396,11 +395,12 @@ def layer_kinds(
         raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
     if family.only_windows_turn and config.get("sliding_window") is not None:
         turned = [kind == SLIDES for kind in stated]
-    known = {FULL, SLIDES, "attention", "conv"} | ({IN_CHUNKS} if size is not None else set())
+    slides = window is None or family.has_window_switch or family.window_period is not None
+    known = {FULL, "attention", "conv", *[IN_CHUNKS] * (size is not None), *[SLIDES] * slides}
     kinds = []
     for layer, kind in enumerate(stated):
         if kind not in known:
-            raise Unsupported(f"has layers of the kind {kind!r}, which eyas' engine does not run")
+            raise Unsupported(f"has layers of the kind {kind!r}, unlike {family.name}")
         kinds.append(
             LayerKind(
                 mixer="conv" if kind == "conv" else "attention",
@@ -416,7 +416,6 @@ def layer_kinds(
 
 
 def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[object]) -> list[str]:
-    """The kinds of layers of a config.json without `layer_types`. turned: by layer."""
     layers = range(len(turned))
     if (indices := config.get("full_attn_idxs")) is not None:
         return [FULL if layer in indices else "conv" for layer in layers]
@@ -424,10 +423,11 @@ def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[ob
         return [IN_CHUNKS if turns else FULL for turns in turned]
     if family.window_period == ALL_SLIDING:
         return [SLIDES for _ in turned]
+    if "no_rope_layers" in config:
+        return [FULL if turns else SLIDES for turns in turned]
     if family.window_period is None:
-        first = config.get("max_window_layers", 28)
-        with_switch = family.has_window_switch and config.get("use_sliding_window", False)
-        return [SLIDES if with_switch and layer >= first else FULL for layer in layers]
+        first = config.get("max_window_layers", 28) if family.has_window_switch else len(turned)
+        return [SLIDES if layer >= first else FULL for layer in layers]
     period = given(config, "sliding_window_pattern", family.window_period)
     return [SLIDES if (layer + 1) % period else FULL for layer in layers]
 
@@ -435,11 +435,11 @@ def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[ob
 def rotations_of(
     config: Mapping[str, Any], family: Family, head_dim: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
-    """The rotary embeddings, full attention's first, and how many channels they turn. Raises
-    Unsupported.
-    """
+    """Rotary embeddings, full attention's first, and the channels turned. Raises Unsupported."""
     stated = _stated_rope(config, family)
     by_kind = {key: value for key, value in stated.items() if isinstance(value, dict)}
+    if config.get("rope_parameters") and bool(by_kind) != family.local_rope:
+        raise Unsupported(f"has rope_parameters of another form than {family.name}'s")
     full = dict(by_kind.get(FULL, {}) if by_kind else stated)
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
@@ -484,6 +484,8 @@ def activation_of(config: Mapping[str, Any], family: Family) -> Activation:
     stated = given(config, "hidden_activation", given(config, "hidden_act", "silu"))
     if stated not in ACTIVATIONS:
         raise Unsupported(f"has the activation {stated!r}, which eyas' engine does not compute")
+    if (given(config, "swiglu_alpha", 1.702), given(config, "swiglu_limit", 7)) != (1.702, 7):
+        raise Unsupported("has a swiglu_alpha or swiglu_limit that eyas does not compute")
     return family.activation or ACTIVATIONS[stated]
 
 
@@ -493,11 +495,11 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
         return False
     if config.get("moe_layers") is not None:
         return layer in config["moe_layers"]
-    names = ("interleave_moe_layer_step", "decoder_sparse_step")
-    stated = [name for name in names if name in config]
-    if stated == ["decoder_sparse_step"] and config["decoder_sparse_step"] is None:
-        stated = []  # as Qwen's configs may say it
-    step = whole_number(config, stated[0]) if stated else 1
+    name = "interleave_moe_layer_step"
+    if name not in config:
+        name = "decoder_sparse_step"
+        config = {**config, name: given(config, name, 1)}  # null in some of Qwen's
+    step = whole_number(config, name)
     return layer not in given(config, "mlp_only_layers", []) and (layer + 1) % step == 0
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from eyas.errors import MismatchError
 from eyas.families import FAMILIES, Family
 from eyas.model.architecture import TargetConfig
-from eyas.model.arrays import BFLOAT16, FLOAT32, Array, cast
+from eyas.model.arrays import BFLOAT16, FLOAT32, RESTORE, Array, cast
 
 Rows = TypeVar("Rows", bound=Any)  # an array, or blocks of a GGUF file: what has rows to choose
 LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(\w+)")
@@ -28,7 +28,6 @@ WITHIN = (
 )
 # what is no part of the decoder
 BESIDE = re.compile(r"(model\.)?\w*(vision|visual|image|audio|speech|projector|connector)")
-RESTORE = "restore the checkpoint from its source"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 
 
@@ -97,7 +96,6 @@ def published_names(name: str) -> set[str]:
 
 
 def _renamed(part: str, names: Mapping[str, str]) -> str:
-    """A part of a layer: by its whole name, else by its beginning and its end."""
     if part in names:
         return names[part]
     for published, ours in names.items():

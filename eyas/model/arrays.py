@@ -25,7 +25,7 @@ _INFINITY: dict[np.dtype[Any], tuple[Any, int]] = {
     BFLOAT16: (np.uint16, 0x7F80),
 }
 FLOATS = tuple(_INFINITY)
-_AT_ONCE = 1 << 20  # numbers that are looked at together
+_AT_ONCE = 1 << 20  # numbers, which stay in the caches
 RESTORE = "restore the file from its source"
 
 
@@ -69,6 +69,5 @@ def _count_nonfinite(array: Array) -> int:
 
 
 def _parts(array: Array) -> list[Array]:
-    """Some numbers at a time, so that what is computed of them stays in the caches."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return [flat[first : first + _AT_ONCE] for first in range(0, flat.size, _AT_ONCE)]

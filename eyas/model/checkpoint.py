@@ -67,6 +67,7 @@ from eyas.model.dialects import (
 from eyas.model.weights import array_sha256, read_arrays
 
 ANEW = "train or download the head again"
+RESTORE = "restore it from its source, or export the head again"
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def check_sections(folder: str | Path, settings: Mapping[str, Any]) -> None:
                 f"{folder}: {key} in the config is {found!r:.64}, not a JSON "
                 f"{'list' if kind is list else 'object'}"
             )
-            raise CorruptError(what, "restore it from its source, or export the head again")
+            raise CorruptError(what, RESTORE)
         if isinstance(found, dict):
             check_sections(folder, found)
 
@@ -200,7 +201,7 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
     except KeyError as error:
         raise MismatchError(
             f"the head's config lacks {error}",
-            "restore it from its source, or export the head again",
+            RESTORE,
         ) from error
     except ValidationError as error:
         raise MismatchError(
@@ -215,7 +216,7 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
         if not all(type(index) is int for index in listed or ()):
             raise MismatchError(
                 f"{LAYER_IDS} is {listed!r:.64}: three numbers of layers are needed",
-                "restore the config from its source",
+                RESTORE,
             )
     readings = {tuple(index - 1 for index in entering)} if entering else set()
     if outputs:
@@ -267,9 +268,8 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Array]) -> list[Mism
     # what a head may have of its own or use of its target's
     optional = {EMBED_TOKENS: (V, H), **({LM_HEAD: (V, H)} if W == V else {})}
     known = expected | optional
-    source = "restore the checkpoint from its source, or export the head again"
     faults = [
-        MismatchError(f"the tensor {name} is missing", source)
+        MismatchError(f"the tensor {name} is missing", RESTORE)
         for name in expected
         if name not in tensors and name not in optional
     ]
@@ -284,7 +284,7 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Array]) -> list[Mism
             hint = "it belongs to a variant that is not supported"
         elif tuple(tensor.shape) != known[name]:
             what = f"{name} has shape {tuple(tensor.shape)}, the config asks for {known[name]}"
-            hint = source
+            hint = RESTORE
         elif name not in MAPS and tensor.dtype not in FLOATS:
             what = f"{name} is {tensor.dtype}: a plain float is needed"
             hint = "give a head that is not quantised"

@@ -28,7 +28,7 @@ RESTORE_CONFIG = "restore the file from its source"
 Taps = tuple[int, int, int]
 LEAST_LAYERS = 7  # a target's, for three distinct taps
 # What JSON calls a number: neither a string of digits, nor true, nor NaN.
-Size = Annotated[int, Field(strict=True, ge=1)]
+Size = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
@@ -95,9 +95,8 @@ class RopeConfig(BaseModel):
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
         if self.kind == "llama3":
-            scaling["low_freq_factor"] = self.low_freq_factor
-            scaling["high_freq_factor"] = self.high_freq_factor
-            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+            names = {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+            scaling |= self.model_dump(include=names)
         return {"rope_theta": self.theta, "rope_scaling": scaling}
 
 
@@ -356,8 +355,6 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
         raise CorruptError(f"{path} is not a JSON object", RESTORE_CONFIG)
     return config
 
-
-# Whether a head is its target's: another one drafts badly without an error.
 
 # What a config without rope_theta means to EAGLE's trainer and to every engine.
 EAGLE_ROPE = RopeConfig()

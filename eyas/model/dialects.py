@@ -212,7 +212,6 @@ def _flag_faults(checkpoint: Checkpoint) -> Iterator[MismatchError]:
 
 
 def _layer_faults(checkpoint: Checkpoint) -> Iterator[MismatchError]:
-    """Another computation than our layer's: by a key, or by whose layer it is."""
     for key, (value, meaning) in COMPUTED.items():
         for found in checkpoint.stated(key):
             if type(found) is bool is not type(value) or found != value:  # true is 1, no number

@@ -164,8 +164,6 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _checked(failure: int | None) -> Callable[..., Any]:
-    """Passes a function's result on; raises MemoryError for its sign of failure."""
-
     def check(result: Any, *_: object) -> Any:
         if result == failure:
             raise MemoryError("no memory, or no thread, for the native decoder")

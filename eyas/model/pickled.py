@@ -79,7 +79,5 @@ def pickled_arrays(path: Path) -> dict[str, Array]:
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(one, np.ndarray) for name, one in found.items()
     ):
-        raise CorruptError(
-            f"{path} holds more than named tensors", "convert it to safetensors where you trust it"
-        )
+        raise CorruptError(f"{path} holds more than named tensors", CONVERT)
     return dict(found)

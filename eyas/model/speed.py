@@ -52,7 +52,6 @@ def measured(threads: int) -> Speed:
 
 
 def _random_matrix() -> BlockMatrix:
-    """Q8_0: a scale in half precision before 32 numbers of 8 bits."""
     shape = REPEATED, K // BLOCK, 2 + BLOCK
     blocks = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     blocks[..., :2] = np.full(1, 0.01, dtype=np.float16).view(np.uint8)

@@ -1,7 +1,6 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
-The native library computes, in one call a forward; tests/oracle has the plain version, and
-tests/test_families.py holds the logits of both to transformers'.
+The native library computes a forward in one call; tests/oracle has the plain version.
 
 Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
 vocabulary.
@@ -22,9 +21,9 @@ from eyas.gguf.blocks import KINDS, PLAIN, BlockMatrix, refuse_other_kinds
 from eyas.gguf.checkpoint import lies_in_file, matrices_apart
 from eyas.gguf.file import release
 from eyas.model.architecture import ELSEWHERE, TargetConfig
-from eyas.model.arrangement import RESTORE, arranged
+from eyas.model.arrangement import arranged
 from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array, Arrays, cast, refuse_nonfinite
-from eyas.model.config import Taps, TargetShape
+from eyas.model.config import RESTORE_CONFIG, Taps, TargetShape
 from eyas.model.library import unavailable
 from eyas.model.native import NativeTarget
 from eyas.model.packed import Blocks
@@ -299,4 +298,4 @@ def check_shapes(config: TargetConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     ]
     if wrong:
         listed = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise MismatchError(f"the weights do not fit config.json: {listed}", RESTORE)
+        raise MismatchError(f"the weights do not fit config.json: {listed}", RESTORE_CONFIG)

@@ -55,7 +55,13 @@ def read_arrays(
         return {name: rounded(values, dtype) for name, values in dequantised.items()}
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
-            return sharded_arrays(root, index, wanted)
+            found = sharded_arrays(root, index, wanted)
+            if not pickled and (root / single).exists():
+                for name, twin in file_arrays(root / single, wanted).items():
+                    if name not in found or not np.array_equal(twin, found[name]):
+                        what = f"{root}: {name} differs in {single} and {index}"
+                        raise CorruptError(f"{what}: loaders take either", "delete one")
+            return found
         if (root / single).exists():
             return file_arrays(root / single, wanted)
     raise _without_weights(root)
@@ -174,10 +180,9 @@ def file_arrays(path: Path, wanted: Collection[str] | None) -> dict[str, Array]:
         return {name: found[name] for name in found if wanted is None or name in wanted}
     with _opened(path) as shard:
         names = [name for name in shard.keys() if wanted is None or name in wanted]  # noqa: SIM118
-        unknown = [name for name in names if shard.get_slice(name).get_dtype() not in TYPES]
-        if unknown:
-            kind = shard.get_slice(unknown[0]).get_dtype()
-            raise CorruptError(f"{path}: {unknown[0]} is {kind}, which is not read", RESTORE)
+        for name in names:
+            if (kind := shard.get_slice(name).get_dtype()) not in TYPES:
+                raise CorruptError(f"{path}: {name} is {kind}, which is not read", RESTORE)
     return mapped(path, names)
 
 
@@ -200,7 +205,6 @@ def mapped(path: Path, names: Collection[str]) -> dict[str, Array]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Raises CorruptError."""
     try:
         with safe_open(str(path), framework="np") as shard:
             yield shard

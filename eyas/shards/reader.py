@@ -72,11 +72,14 @@ class Features:
         return [entry.length for entry in self.entries]
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Reads 8 bytes a token, unverified."""
+        """Reads 8 bytes a token; no checksum."""
         sizes = [TOKEN_BYTES * entry.length for entry in self.entries]
 
         def tokens(number: int) -> tuple[Tensor, Tensor]:
-            return decode_tokens(self._read(self.entries[number], sizes[number]))[:2]
+            found = decode_tokens(self._read(self.entries[number], sizes[number]))[:2]
+            if ((found[0] < 0) | (found[0] >= self.meta.vocab_size)).any():
+                raise CorruptError(f"{self._named(self.entries[number])} is damaged", AGAIN)
+            return found
 
         numbers = range(len(self))
         return ahead(tokens, numbers, sizes.__getitem__, self._num_threads, AHEAD_BYTES)
