@@ -1,7 +1,9 @@
 """Stage `capture`: features are transformers', masks the target's words, no answer is lost."""
 
+import contextlib
 import dataclasses
 import shutil
+import threading
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from eyas.artifact import Artifact
 from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
+from eyas.features import forward
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import SamplePlan, forward_batches, plan_samples
@@ -25,7 +28,7 @@ from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import OwnDecoder
 from eyas.records import Answer, read_answers
-from eyas.shards import Features, teacher_mask
+from eyas.shards import Features, Sample, encoded, teacher_mask
 from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
@@ -249,6 +252,23 @@ def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, monkeypa
         assert sample.aux_hidden.dtype == torch.bfloat16
         assert torch.equal(sample.aux_hidden, exact[key].aux_hidden.bfloat16())
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
+
+
+def test_a_batch_is_encoded_by_threads(target, answers, captured, monkeypatch, output):
+    """One is slower than a GPU."""
+    pair, met = threading.Barrier(2), list[str]()
+
+    def beside_another(sample: Sample, *args: Any, **named: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            pair.wait(3)
+            met.append(sample.key)
+        return encoded(sample, *args, **named)
+
+    monkeypatch.setattr(forward, "encoded", beside_another)
+    monkeypatch.setattr(stage, "cores", lambda: 2)
+    capture(config_of(target), answers, output)
+    assert len(met) > 1
+    assert output.read("train-00000.safetensors") == captured.read("train-00000.safetensors")
 
 
 def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.cores import cores
 from eyas.errors import (
     ConfigError,
     EmptyInputError,
@@ -28,7 +29,13 @@ from eyas.errors import (
 from eyas.executor import Place, open_executor
 from eyas.features.answers import hold_to
 from eyas.features.fleet import FleetConfig
-from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, WorkerForward
+from eyas.features.forward import (
+    FeatureForward,
+    ForwardTask,
+    SampleSource,
+    WorkerForward,
+    coded,
+)
 from eyas.features.marks import Mark
 from eyas.features.samples import CapturePlan, SamplePlan, forward_batches, plan_samples
 from eyas.features.state_proof import prove_by
@@ -338,7 +345,8 @@ def _capture_missing(
     source: SampleSource, work: list[tuple[ShardWriter, list[SamplePlan]]], track: Track
 ) -> None:
     """Compute the samples that no whole shard holds. A batch is computed whole or not at all: its
-    bits do not depend on interruptions. A thread encodes beside the next forward.
+    bits do not depend on interruptions. Threads encode beside the next forward: one is slower than
+    a GPU.
     """
     missing = [
         (writer, plans)
@@ -349,12 +357,15 @@ def _capture_missing(
     num_tokens, started = 0, time.monotonic()
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
-        for sample in samples:
-            key = sample.key if isinstance(sample, Sample) else sample.entry.key
-            if key not in writer.keys:
-                writer.add(sample)
+        coder = partial(coded, meta=writer.meta, codec=writer.codec)
+        for sample in coders.map(coder, [one for one in samples if one.key not in writer.keys]):
+            writer.add(sample)
 
-    with ThreadPoolExecutor(1, "encode") as pool, closing(source.samples(missing)) as computed:
+    with (
+        ThreadPoolExecutor(cores(), "encode") as coders,
+        ThreadPoolExecutor(1, "write") as pool,
+        closing(source.samples(missing)) as computed,
+    ):
         writing = pool.submit(lambda: None)
         for (writer, plans), samples in zip(missing, computed, strict=True):
             writing.result()
