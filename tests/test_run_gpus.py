@@ -142,7 +142,7 @@ def test_what_would_end_a_run_late_is_said_first(engine, changed, words, tmp_pat
     with pytest.raises(ConfigError, match="this machine lacks") as raised:
         run(content(tmp_path) | changed)
     assert words in raised.value.what
-    assert "train: PyTorch compiles kernels for the GPU by Triton" in raised.value.what
+    assert "PyTorch compiles kernels for the GPU by Triton" in raised.value.what
     assert "SGLang gives token ids from 0.5.17 on" in raised.value.what
 
 

@@ -98,12 +98,11 @@ def refuse_lacking(
     for package, what in {"openai": "servers are asked", "accelerate": "device_map works"}.items():
         if (package == "openai" or capture.device_map) and not importlib.util.find_spec(package):
             lacks.append(f"{package}, by which {what}, is not installed: pip install {package}")
-    checks = ("serve", partial(refuse_flagless, engine, serve)), ("train", refuse_no_compiler)
-    for stage, refuse in checks:
+    for refuse in (partial(refuse_flagless, engine, serve), refuse_no_compiler):
         try:
             refuse()
         except ConfigError as error:
-            lacks.append(f"{stage}: {error.what}: {error.hint}")
+            lacks.append(f"{error.what}: {error.hint}")
     folder = Path(resolve_target(str(serve.target)))
     family = str(read_config(whole_folder(folder)).get("model_type"))
     if not engine_of(engine.value).serves(family):

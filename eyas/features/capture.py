@@ -29,13 +29,7 @@ from eyas.errors import (
 from eyas.executor import Place, open_executor
 from eyas.features.answers import hold_to
 from eyas.features.fleet import FleetConfig
-from eyas.features.forward import (
-    FeatureForward,
-    ForwardTask,
-    SampleSource,
-    WorkerForward,
-    coded,
-)
+from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, WorkerForward
 from eyas.features.marks import Mark
 from eyas.features.samples import CapturePlan, SamplePlan, forward_batches, plan_samples
 from eyas.features.state_proof import prove_by
@@ -51,7 +45,15 @@ from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.records import RECORD, read_answers
 from eyas.settings import Flag, Settings
-from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
+from eyas.shards import (
+    CodecName,
+    EncodedSample,
+    FeatureMeta,
+    Sample,
+    ShardWriter,
+    Split,
+    encoded,
+)
 from eyas.shards.sample import DTYPES
 
 SAMPLES_PER_SHARD = 50
@@ -357,8 +359,14 @@ def _capture_missing(
     num_tokens, started = 0, time.monotonic()
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
-        coder = partial(coded, meta=writer.meta, codec=writer.codec)
-        for sample in coders.map(coder, [one for one in samples if one.key not in writer.keys]):
+        meta, codec = writer.meta, writer.codec
+
+        def coded(one: Sample | EncodedSample) -> Sample | EncodedSample:
+            if codec is None or isinstance(one, EncodedSample):
+                return one
+            return encoded(one, meta, codec)
+
+        for sample in coders.map(coded, [one for one in samples if one.key not in writer.keys]):
             writer.add(sample)
 
     with (

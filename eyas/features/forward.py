@@ -158,15 +158,6 @@ class ForwardTask:
         return compute
 
 
-def coded(
-    sample: Sample | EncodedSample, meta: FeatureMeta, codec: Codec | None
-) -> Sample | EncodedSample:
-    """Encoded, once there is a codec."""
-    if codec is None or isinstance(sample, EncodedSample):
-        return sample
-    return encoded(sample, meta, codec)
-
-
 def implementation(decoder: FeatureDecoder) -> str:
     """What the bits of features depend on beside target and settings."""
     computing = f"decoder {build()}"

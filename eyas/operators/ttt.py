@@ -321,13 +321,11 @@ def flex_kernel(kind: str) -> Callable[..., Any]:
 
 def refuse_no_compiler() -> None:
     """Raise ConfigError where Triton, by which torch compiles a GPU's kernels, cannot work."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    has_header = header.is_file() or "CPATH" in os.environ
-    if not has_header or not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
-        raise ConfigError(
-            f"PyTorch compiles kernels for the GPU by Triton, which needs gcc and {header}",
-            "install both (Debian, Ubuntu: apt install gcc python3-dev)",
-        )
+    if compiler is None or not header.is_file():
+        what = f"PyTorch compiles kernels for the GPU by Triton, which needs gcc and {header}"
+        raise ConfigError(what, "install both (Debian, Ubuntu: apt install gcc python3-dev)")
 
 
 def blocks_of(

@@ -57,9 +57,7 @@ class EncodedSample(NamedTuple):
     entry: Entry
     data: bytes
 
-    @property
-    def key(self) -> str:
-        return self.entry.key
+    key = property(lambda self: str(self.entry.key))
 
 
 def index_name(split: Split) -> str:
