@@ -57,7 +57,9 @@ class EncodedSample(NamedTuple):
     entry: Entry
     data: bytes
 
-    key = property(lambda self: str(self.entry.key))
+    @property
+    def key(self) -> str:
+        return self.entry.key
 
 
 def index_name(split: Split) -> str:
