@@ -1,7 +1,9 @@
 """Stage `capture`: features are transformers', masks the target's words, no answer is lost."""
 
+import contextlib
 import dataclasses
 import shutil
+import threading
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import OwnDecoder
 from eyas.records import Answer, read_answers
-from eyas.shards import Features, teacher_mask
+from eyas.shards import Features, encoded, teacher_mask
 from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
@@ -240,6 +242,15 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths, batch_tokens,
 
 
 def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, monkeypatch, output):
+    pair, met = threading.Barrier(2), list[int]()
+
+    def beside_another(*of: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.append(pair.wait(9))
+        return encoded(*of)
+
+    monkeypatch.setattr(stage, "encoded", beside_another)
+    monkeypatch.setattr(stage, "cores", lambda: 2)
     assert CaptureConfig(target="t").store_dtype == "bfloat16"
     monkeypatch.setattr(TargetTokenizer, "__init__", lambda *_: pytest.fail("loads a tokenizer"))
     capture(config_of(target, store_dtype="bfloat16"), answers, output)
@@ -249,6 +260,7 @@ def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, monkeypa
         assert sample.aux_hidden.dtype == torch.bfloat16
         assert torch.equal(sample.aux_hidden, exact[key].aux_hidden.bfloat16())
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
+    assert met, "one thread encodes, slower than a GPU computes"
 
 
 def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):
@@ -256,9 +268,7 @@ def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, mon
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
-        patched.setattr(
-            OwnDecoder, "states", lambda *_: pytest.fail("works although there is no room")
-        )
+        patched.setattr(OwnDecoder, "states", lambda *_: pytest.fail("works without room"))
         with pytest.raises(StorageFullError, match=r"need [\d.,]+ [kM]B at .* are free"):
             capture(config_of(target), answers, output)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,9 +137,12 @@ def test_what_would_end_a_run_late_is_said_first(engine, changed, words, tmp_pat
         importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name)
     )
     monkeypatch.setattr(gpus_of_a_run.EngineName, "version", lambda *_: (0, 5, 16))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match="this machine lacks") as raised:
         run(content(tmp_path) | changed)
     assert words in raised.value.what
+    assert "PyTorch compiles kernels for the GPU by Triton" in raised.value.what
     assert "SGLang gives token ids from 0.5.17 on" in raised.value.what
 
 

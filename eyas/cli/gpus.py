@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.log import size_text
 from eyas.model.config import read_config
 from eyas.operators.shape import target_shape
+from eyas.operators.ttt import refuse_no_compiler
 from eyas.serve.server import ServeConfig
 from eyas.settings import Settings
 from eyas.train.trainer import TrainConfig
@@ -96,10 +98,11 @@ def refuse_lacking(
     for package, what in {"openai": "servers are asked", "accelerate": "device_map works"}.items():
         if (package == "openai" or capture.device_map) and not importlib.util.find_spec(package):
             lacks.append(f"{package}, by which {what}, is not installed: pip install {package}")
-    try:
-        refuse_flagless(engine, serve)
-    except ConfigError as error:
-        lacks.append(f"serve: {error.what}: {error.hint}")
+    for refuse in (partial(refuse_flagless, engine, serve), refuse_no_compiler):
+        try:
+            refuse()
+        except ConfigError as error:
+            lacks.append(f"{error.what}: {error.hint}")
     folder = Path(resolve_target(str(serve.target)))
     family = str(read_config(whole_folder(folder)).get("model_type"))
     if not engine_of(engine.value).serves(family):

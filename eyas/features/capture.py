@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.cores import cores
 from eyas.errors import (
     ConfigError,
     EmptyInputError,
@@ -44,7 +45,15 @@ from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.records import RECORD, read_answers
 from eyas.settings import Flag, Settings
-from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
+from eyas.shards import (
+    CodecName,
+    EncodedSample,
+    FeatureMeta,
+    Sample,
+    ShardWriter,
+    Split,
+    encoded,
+)
 from eyas.shards.sample import DTYPES
 
 SAMPLES_PER_SHARD = 50
@@ -338,7 +347,8 @@ def _capture_missing(
     source: SampleSource, work: list[tuple[ShardWriter, list[SamplePlan]]], track: Track
 ) -> None:
     """Compute the samples that no whole shard holds. A batch is computed whole or not at all: its
-    bits do not depend on interruptions. A thread encodes beside the next forward.
+    bits do not depend on interruptions. Threads encode beside the next forward: one is slower than
+    a GPU.
     """
     missing = [
         (writer, plans)
@@ -349,12 +359,21 @@ def _capture_missing(
     num_tokens, started = 0, time.monotonic()
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
-        for sample in samples:
-            key = sample.key if isinstance(sample, Sample) else sample.entry.key
-            if key not in writer.keys:
-                writer.add(sample)
+        meta, codec = writer.meta, writer.codec
 
-    with ThreadPoolExecutor(1, "encode") as pool, closing(source.samples(missing)) as computed:
+        def coded(one: Sample | EncodedSample) -> Sample | EncodedSample:
+            if codec is None or isinstance(one, EncodedSample):
+                return one
+            return encoded(one, meta, codec)
+
+        for sample in coders.map(coded, [one for one in samples if one.key not in writer.keys]):
+            writer.add(sample)
+
+    with (
+        ThreadPoolExecutor(cores(), "encode") as coders,
+        ThreadPoolExecutor(1, "write") as pool,
+        closing(source.samples(missing)) as computed,
+    ):
         writing = pool.submit(lambda: None)
         for (writer, plans), samples in zip(missing, computed, strict=True):
             writing.result()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,12 +146,13 @@ class ForwardTask:
         except EyasError as error:
             raise type(error)(f"a worker on {host}: {error.what}", error.hint) from error
         by = forward.computed_by()["here"]
+        coders = ThreadPoolExecutor(count, "encode")
 
         def compute(job: ForwardJob | None) -> ForwardResult:
-            samples = []
+            samples: list[Any] = []
             if job is not None:
                 (computed,) = forward.samples([(None, job.plans)])
-                samples = [encoded(one, job.meta, job.codec) for one in computed]
+                samples = [*coders.map(partial(encoded, meta=job.meta, codec=job.codec), computed)]
             return ForwardResult(host, by, forward.lm_head_sha256, samples)
 
         return compute

@@ -29,12 +29,9 @@ from eyas.model.weights import read_arrays, read_shapes
 # as SpecForge's head for DeepSeek-V3, Llama 3 and Qwen3
 MLA_HEAD_DIM, MLA_KEY_VALUE_HEADS = 128, 8
 NORM_EPSILONS = (
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "norm_eps",
-    "layernorm_epsilon",
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"),
 )
+RESTORE = "restore the checkpoint from its source, its tensors' names as they were"
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
 # of transformers, as it reads a config, and loads or runs a model
 FAULTS = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -120,9 +117,8 @@ def usual_layer(text: Any) -> Any:
 def head_attention(text: Any, hidden: int) -> dict[str, int]:
     """Attention heads of a draft head: the target's own.
 
-    For MLA (DeepSeek, Kimi), whose compressed state a draft head lacks, these would be 128 pairs of
-    keys and values a token: it gets heads of the size of the target's values, as many as fill the
-    width, and MLA_KEY_VALUE_HEADS.
+    MLA's (DeepSeek, Kimi) would be 128 pairs of keys and values a token: there a head gets as many
+    of the size of the target's values as fill the width, and MLA_KEY_VALUE_HEADS.
     """
     if getattr(text, "kv_lora_rank", None):
         size = _number(text, "v_head_dim") or MLA_HEAD_DIM
@@ -199,7 +195,7 @@ def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
             f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls "
             f"them {embed_name} and {head_name}, tensors of this shape are "
             f"{', '.join(found) or 'not there'}",
-            "restore the checkpoint from its source, its tensors' names as they were",
+            RESTORE,
         )
     return embed, head
 
@@ -240,7 +236,7 @@ def refuse_partly_loaded(
     if not faults:
         return
     apart = next((name for name in QUANTISATIONS if (folder / name).exists()), None)
-    hint = "restore the checkpoint from its source, its tensors' names as they were"
+    hint = RESTORE
     if apart is not None:
         hint = (
             f"{apart} says how it is quantised, and transformers reads only quantization_config in "

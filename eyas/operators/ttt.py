@@ -24,7 +24,11 @@ K steps, i steps before the current one.
 from __future__ import annotations
 
 import functools
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,6 +36,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from eyas.errors import ConfigError
 
 Rotation = tuple[Tensor, ...]  # cosines, sines
 Tables = TypeVar("Tables", bound=tuple[Any, ...])
@@ -308,8 +314,18 @@ def flex_kernel(kind: str) -> Callable[..., Any]:
     plain: Callable[..., Any] = flex_attention
     if kind == "cpu":
         return plain
+    refuse_no_compiler()
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     return torch.compile(plain, dynamic=True, fullgraph=True)
+
+
+def refuse_no_compiler() -> None:
+    """Raise ConfigError where Triton, by which torch compiles a GPU's kernels, cannot work."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if compiler is None or not header.is_file():
+        what = f"PyTorch compiles kernels for the GPU by Triton, which needs gcc and {header}"
+        raise ConfigError(what, "install both (Debian, Ubuntu: apt install gcc python3-dev)")
 
 
 def blocks_of(

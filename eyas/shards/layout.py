@@ -57,6 +57,10 @@ class EncodedSample(NamedTuple):
     entry: Entry
     data: bytes
 
+    @property
+    def key(self) -> str:
+        return self.entry.key
+
 
 def index_name(split: Split) -> str:
     """The file with the places of a split's samples."""

@@ -61,9 +61,8 @@ class ShardWriter:
 
     def add(self, sample: Sample | EncodedSample) -> None:
         """A sample, or its encoding by `codec`. Raises StorageFullError; whole shards are kept."""
-        key = sample.key if isinstance(sample, Sample) else sample.entry.key
-        assert key not in self.keys, f"sample {key} twice"
-        self.keys.add(key)
+        assert sample.key not in self.keys, f"sample {sample.key} twice"
+        self.keys.add(sample.key)
         if isinstance(sample, EncodedSample):
             self._append(sample)
         elif self.codec is not None:

@@ -83,6 +83,8 @@ def feed(
 
     def made(number: int) -> tuple[list[PlannedBatch], Any]:
         batches = []
+        if copies is not None:  # a new thread is on GPU 0, where each rank would take memory
+            torch.cuda.set_device(copies.device)
         with torch.cuda.stream(copies) if is_gpu else nullcontext():
             for samples in islice(reader, sizes[number]):
                 batches.append(module.planned(Batch.of(samples), first_step + number))

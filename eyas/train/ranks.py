@@ -31,6 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from eyas.cores import cores
 from eyas.errors import EyasError
 from eyas.model.threads import set_num_threads
+from eyas.operators.ttt import refuse_no_compiler
 
 T = TypeVar("T")
 LAST_RESULT_S = 0.5
@@ -156,6 +157,7 @@ def joined() -> Iterator[Ranks]:
                 "start as many processes as there are GPUs: torchrun --nproc-per-node",
             )
         torch.cuda.set_device(device)
+        refuse_no_compiler()
     if size == 1:
         yield Ranks(device=device)
         return
