@@ -43,7 +43,6 @@ from safetensors.torch import load, save
 from eyas.artifact import Artifact, identity
 from eyas.bench.machine import machine as this_machine
 from eyas.chat import Chat
-from eyas.features.states import sglang_streams
 from eyas.hub import resolve_target
 from eyas.operators.decoder import OwnDecoder
 from eyas.records import Prompt, read_answers, read_origins
@@ -330,17 +329,11 @@ def writes_features(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     T, H = len(samples[0].token_ids), meta.hidden_size
     streams = torch.cat([samples[0].aux_hidden, samples[0].last_hidden], 1).bfloat16().view(T, 4, H)
     file = save({"hidden_states": streams, "token_ids": samples[0].token_ids})
-    rows = streams.flatten(1).float().tolist()
-    text = json.dumps({"meta_info": {"hidden_states": [rows]}})
 
     def read_file(_: int) -> int:
         return len(load(file)["hidden_states"])
 
-    def read_json(_: int) -> int:
-        return len(sglang_streams(json.loads(text), H, torch.bfloat16))
-
     found["read vLLM's file"] = rate(read_file, seconds)
-    found["read SGLang's JSON"] = rate(read_json, seconds)
     size = 8 * H / 1e6  # MB of a token in bfloat16
     rates = {
         name: {"tokens_per_processor_s": round(one), "mb_per_processor_s": round(one * size, 1)}
