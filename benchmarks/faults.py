@@ -6,18 +6,13 @@ lint, from the files, or by the replay, from what each reading accepts. Sound he
 one in every form of EAGLE-3 heads, and those given by --head: only warnings that their form brings
 are allowed. For a head that was trained with a norm flag, the loss of that flag is planted too.
 
---why plants other faults, which the files do not show, and asks `eyas check --why` for each one's
-name. A fault that costs less than LEAST_COST of tau is not counted.
-
     python benchmarks/faults.py [--quick] [--head FOLDER ...]
-    python benchmarks/faults.py --why [--target builtin | smollm2] [--only REGEX]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import tempfile
 import time
 from collections import Counter
@@ -32,24 +27,20 @@ import torch
 from torch import Tensor
 
 from eyas.artifact import Artifact
-from eyas.builtin import BUILTIN, SMOLLM2, demo_prompts, head_folder
+from eyas.builtin import BUILTIN, demo_prompts, head_folder
 from eyas.errors import MismatchError
 from eyas.export.check import CheckFinding, check, exit_code
-from eyas.export.readings import HeadReading
 from eyas.export.replay import (
     NUM_CONVERSATIONS,
-    WHY_CONVERSATIONS,
     AnswerTokens,
-    acceptance,
     answered,
-    batched,
     meanings,
     replay,
 )
-from eyas.export.verdict import named, verdict, why_findings
-from eyas.hub import resolve_head, resolve_target
+from eyas.export.verdict import verdict
+from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
-from eyas.model.config import HeadConfig, RopeConfig
+from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, EMBED_TOKENS, FLAGS, LAYER, LM_HEAD, Form
 from eyas.model.forms import Verifier
 from eyas.model.target import Target
@@ -61,7 +52,6 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 QUICK = 12  # conversations
 SHARD_BYTES = 2_000_000
 ATTENTION = LAYER + "self_attn."
-LEAST_COST = 0.03  # of tau
 Tensors = dict[str, Tensor]
 Settings = dict[str, Any]
 
@@ -201,6 +191,12 @@ def rows_out_of_order(head: Head) -> None:
     head.tensors[LM_HEAD] = head.tensors[LM_HEAD][order]
 
 
+def feature_first(head: Head) -> None:
+    """The layer's two inputs in the other order."""
+    for letter in "qkv":
+        weight(f"{ATTENTION}{letter}_proj.weight", lambda w: w.roll(w.shape[1] // 2, 1))(head)
+
+
 def faults(config: HeadConfig) -> list[Fault]:
     """All edits. config: the sound head's."""
     outputs = list(config.taps)
@@ -225,6 +221,7 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("t2d of another vocabulary", "sglang", weight("t2d", lambda t2d: t2d.roll(7))),
         Fault("d2t and t2d one token on, in themselves sound", "sglang", other_words),
         Fault("lm_head's rows in another order than d2t", "sglang", rows_out_of_order),
+        Fault("the feature before the embedding", "sglang", feature_first),
         Fault("truncated vocabulary", "sglang", truncated),
         Fault("draft_vocab_size of another head", "sglang", setting(draft_vocab_size=2000)),
         Fault("fc transposed", "sglang", weight("fc.weight", lambda fc: fc.T)),
@@ -276,9 +273,9 @@ def faults(config: HeadConfig) -> list[Fault]:
 class Bench:
     """A target and its answers."""
 
-    def __init__(self, scratch: Path, num_conversations: int, target: str = BUILTIN) -> None:
+    def __init__(self, scratch: Path, num_conversations: int) -> None:
         self.scratch = scratch
-        self.folder = resolve_target(target)
+        self.folder = resolve_target(BUILTIN)
         self.vocabulary = TargetVocabulary.load(self.folder)
         self.shape = self.vocabulary.config
         assert isinstance(self.shape, TargetConfig)
@@ -410,129 +407,6 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A fault for --why. targets: whose packaged heads get it. right: the reading to name; "" for a
-    sound head.
-    """
-
-    name: str
-    targets: tuple[str, ...]
-    right: str
-    plant: Callable[[Bench, HeadConfig, Tensors], tuple[HeadConfig, Tensors]]
-
-
-def layers(one: int, two: int, three: int) -> Callable[..., tuple[HeadConfig, Tensors]]:
-    """The three layers, moved by these."""
-
-    def plant(_: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-        taps = tuple(tap + by for tap, by in zip(config.taps, (one, two, three), strict=True))
-        return config.model_copy(update={"taps": taps}), tensors
-
-    return plant
-
-
-def of_config(**changes: Any) -> Callable[..., tuple[HeadConfig, Tensors]]:
-    return lambda bench, config, tensors: (config.model_copy(update=changes), tensors)
-
-
-def feature_first(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """The layer's two inputs in the other order."""
-    names = [f"{ATTENTION}{letter}_proj.weight" for letter in "qkv"]
-    swapped = {name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in names}
-    return config, tensors | swapped
-
-
-def own_lm_head(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """Noise in place of lm_head."""
-    return config, tensors | {LM_HEAD: noise(tensors[LM_HEAD])}
-
-
-def map_lost(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """The target's first tokens as the vocabulary."""
-    first_V = torch.arange(config.vocab_size) < config.draft_vocab_size
-    return config, tensors | {"d2t": torch.zeros_like(tensors["d2t"]), "t2d": first_V}
-
-
-def reordered(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """The same head, with rows of lm_head and the map in another order."""
-    places = torch.arange(len(tensors["d2t"]))
-    order = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(1))]
-    d2t = (tensors["d2t"] + places)[order] - places
-    return config, tensors | {LM_HEAD: tensors[LM_HEAD][order], "d2t": d2t}
-
-
-BOTH = (BUILTIN, SMOLLM2)
-SOUND = "sound: "
-LATER = "layers one later (inputs taken for outputs)"
-EARLIER = "layers one earlier (outputs taken for inputs)"
-DEFAULT, ROPE = "the target's default layers", "the target's rotary embedding"
-OTHER_ROPE, OTHER_FLAG = {"rope": RopeConfig(theta=100.0)}, {"norm_before_residual": True}
-FLAG = "norm_before_residual where it was not"
-BROKEN = (
-    Broken(SOUND + "as packaged", BOTH, "", of_config()),
-    Broken(SOUND + "its rows of lm_head by frequency", BOTH, "", reordered),
-    Broken("outputs listed as inputs", BOTH, LATER, layers(-1, -1, -1)),
-    Broken("inputs listed as outputs", BOTH, EARLIER, layers(1, 1, 1)),
-    Broken("first layer one on", BOTH, DEFAULT, layers(1, 0, 0)),
-    Broken("second layer one back", BOTH, DEFAULT, layers(0, -1, 0)),
-    Broken("rope_theta of another target", (BUILTIN,), ROPE, of_config(**OTHER_ROPE)),
-    Broken(FLAG, (BUILTIN,), "norm_before_residual off", of_config(**OTHER_FLAG)),
-    Broken("[feature, embedding]", BOTH, "the feature before the embedding", feature_first),
-    Broken("map lost", BOTH, "d2t by the rows of lm_head", map_lost),
-    Broken("lm_head lost", (BUILTIN,), "the target's lm_head", own_lm_head),
-)
-
-
-def asked(bench: Bench, folder: Path) -> tuple[float, list[str], str]:
-    """tau of a head, and the readings and the text of --why."""
-    ways = meanings(folder, bench.shape)
-    for way in ways:
-        way.tensors.setdefault(LM_HEAD, bench.vocabulary.lm_head)
-    scores = replay(ways, bench.target, bench.vocabulary, bench.answers, why=True)
-    said = [one.what for one in why_findings(scores) if one.level != "note"]
-    return scores[0].tau, [one.score.reading for one in named(scores)], " ".join(said)
-
-
-def run_why(target: str, only: str, num_conversations: int) -> dict[str, Any]:
-    """Ask why for every fault; print a line for each."""
-    started = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch), num_conversations, target)
-        config, tensors = read_head(resolve_head(target), bench.shape)
-        batches = batched(bench.target, bench.answers, config.taps)
-        tau_sound = acceptance(HeadReading("", config, tensors), batches, bench.vocabulary).tau
-        for one in BROKEN:
-            if target not in one.targets or not re.search(only, one.name):
-                continue
-            folder = bench.written(*one.plant(bench, config, tensors), "eyas")
-            tau, found, said = asked(bench, folder)
-            is_broken = bool(one.right) and tau < (1 - LEAST_COST) * tau_sound
-            is_right = one.right in found if one.right else not found
-            row = {"fault": one.name, "tau": round(tau, 3), "named": found}
-            rows.append({**row, "is_right": is_right, "is_broken": is_broken})
-            mark = "right" if is_right else "wrong" if is_broken or not one.right else "harmless"
-            print(f"{one.name:45} tau {tau:.2f} {mark:8} {found} {said}", flush=True)
-    sound = [row for row in rows if row["fault"].startswith(SOUND)]
-    broken = [row for row in rows if row["is_broken"]]
-    return {
-        "benchmark": "faults --why",
-        "target": target,
-        "conversations": num_conversations,
-        "tau_sound": round(tau_sound, 3),
-        "broken": len(broken),
-        "named_right": sum(row["is_right"] for row in broken),
-        "named_alone": sum(row["is_right"] and len(row["named"]) == 1 for row in broken),
-        "wrong": [row["fault"] for row in broken if not row["is_right"]],
-        "harmless": [row["fault"] for row in rows if not row["is_broken"] and row not in sound],
-        "sound_heads": len(sound),
-        "named_on_sound_heads": [row for row in sound if row["named"]],
-        "rows": rows,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -540,14 +414,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer conversations")
     one_more = {"type": Path, "action": "append", "default": list[Path]()}
     parser.add_argument("--head", **one_more, help="another sound head of the packaged target")
-    parser.add_argument("--why", action="store_true", help="ask why, of other faults")
-    parser.add_argument("--target", choices=(BUILTIN, SMOLLM2), default=BUILTIN, help="of --why")
-    parser.add_argument("--only", default="", help="of --why: faults whose names match this")
     options = parser.parse_args()
-    if options.why:
-        count = NUM_CONVERSATIONS if options.quick else WHY_CONVERSATIONS
-        print(json.dumps(run_why(options.target, options.only, count)))
-        return
     print(json.dumps(run(QUICK if options.quick else NUM_CONVERSATIONS, options.head)))
 
 

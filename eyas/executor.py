@@ -217,7 +217,15 @@ class RayExecutor:
         if not self._ray.is_initialized():
             own: dict[str, Any] = {"num_cpus": self._workers, "include_dashboard": False}
             own["logging_level"] = logging.ERROR
-            self._ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
+            own = {} if "RAY_ADDRESS" in os.environ else own
+            try:
+                self._ray.init(log_to_driver=False, **own)
+            except Exception as error:  # of many types, Exception itself among them
+                self._ray.shutdown()
+                raise EyasError(
+                    f"Ray does not start: {str(error).partition(chr(10))[0]}",
+                    "`ray start --head`, then name it: RAY_ADDRESS=HOST:6379",
+                ) from error
             self._started_ray = True
         cpus = self._ray.cluster_resources().get("CPU", 0)
         if cpus < self._workers:

@@ -70,7 +70,7 @@ def config_of(target: Path | str, *urls: str, **settings: Any) -> CaptureConfig:
         "codec": "lossless",
         "held_out_share": 0.3,
         "servers": urls,
-        "client": {"concurrency": 3, "timeout_s": 20},
+        "client": {"concurrency": 3, "timeout_s": 300},
     }
     return CaptureConfig.model_validate({**defaults, **settings})
 

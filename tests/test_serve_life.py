@@ -97,7 +97,7 @@ def test_a_disconnect_cancels_the_request(world, stream, rounds):
             with pytest.raises(openai.APITimeoutError):
                 ask(client.with_options(timeout=0.3), stream=stream, max_tokens=200)
         engine.gate.release(200)
-        assert engine.is_empty.wait(10)
+        assert engine.is_empty.wait(300)
         assert health(client).json() == {"status": "ok", "requests": 0}
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
 
@@ -147,7 +147,7 @@ def test_swapping_heads_keeps_the_answers(world, tmp_path, caplog):
 
     def swap(name, key="a-key"):
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{url}/v1/head", json={"head": name}, headers=headers, timeout=60)
+        return httpx.post(f"{url}/v1/head", json={"head": name}, headers=headers, timeout=300)
 
     with (
         world.served(engine, limits, has_head=True) as client,
@@ -312,7 +312,7 @@ with running_server(ServeConfig.model_validate_json(given)) as url:
         assert httpx.get(f"{url}/health").status_code == 200
         parent.kill()
     address = httpx.URL(url)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with socket.socket() as asking:
             if asking.connect_ex((address.host, address.port)) != 0:
