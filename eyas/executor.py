@@ -220,12 +220,11 @@ class RayExecutor:
             own = {} if "RAY_ADDRESS" in os.environ else own
             try:
                 self._ray.init(log_to_driver=False, **own)
-            except Exception as error:  # of many types, Exception itself among them
+            except Exception as error:  # Ray raises many types
                 self._ray.shutdown()
-                raise EyasError(
-                    f"Ray does not start: {str(error).partition(chr(10))[0]}",
-                    "`ray start --head`, then name it: RAY_ADDRESS=HOST:6379",
-                ) from error
+                what = f"Ray does not start: {str(error).partition(chr(10))[0]}"
+                hint = "`ray start --head`, then RAY_ADDRESS=HOST:6379"
+                raise EyasError(what, hint) from error
             self._started_ray = True
         cpus = self._ray.cluster_resources().get("CPU", 0)
         if cpus < self._workers:
