@@ -26,10 +26,13 @@ ON_RAY = ("executor", "capture_workers", "prompts_scale")
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_all_on_ray():
-    """In a process of its own: Ray leaves threads, and a process with threads cannot fork."""
+    """In a process of its own: Ray leaves threads, and a process with threads cannot fork. Ray's
+    workers are nice by default: beside other work they would hardly run.
+    """
     files = [f"tests/test_{name}.py" for name in ON_RAY]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "ray", *files]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    env = {**os.environ, "RAY_worker_niceness": "0"}
+    made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     assert "skipped" not in made.stdout
 
