@@ -204,7 +204,7 @@ def test_a_ray_that_does_not_start_is_a_clear_error(monkeypatch):
     ray = SimpleNamespace(init=init, is_initialized=lambda: False, shutdown=lambda: None)
     monkeypatch.setattr(executors, "find_spec", lambda name: True)
     monkeypatch.setattr(executors.importlib, "import_module", lambda name: ray)
-    with pytest.raises(EyasError, match=r"not start: The current node timed out\.$") as raised:
+    with pytest.raises(EyasError, match=r"not start: The current node timed out\.\n") as raised:
         RayExecutor(Times(1), 2).__enter__()
     assert "ray start --head" in raised.value.hint
 
