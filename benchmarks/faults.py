@@ -190,6 +190,12 @@ def rows_out_of_order(head: Head) -> None:
     head.tensors[LM_HEAD] = head.tensors[LM_HEAD][order]
 
 
+def feature_first(head: Head) -> None:
+    """The layer's two inputs in the other order."""
+    for letter in "qkv":
+        weight(f"{LAYER}self_attn.{letter}_proj.weight", lambda w: w.roll(w.shape[1] // 2, 1))(head)
+
+
 def faults(config: HeadConfig) -> list[Fault]:
     """All edits. config: the sound head's."""
     outputs = list(config.taps)
@@ -214,6 +220,7 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("t2d of another vocabulary", "sglang", weight("t2d", lambda t2d: t2d.roll(7))),
         Fault("d2t and t2d one token on, in themselves sound", "sglang", other_words),
         Fault("lm_head's rows in another order than d2t", "sglang", rows_out_of_order),
+        Fault("the feature before the embedding", "sglang", feature_first),
         Fault("truncated vocabulary", "sglang", truncated),
         Fault("draft_vocab_size of another head", "sglang", setting(draft_vocab_size=2000)),
         Fault("fc transposed", "sglang", weight("fc.weight", lambda fc: fc.T)),

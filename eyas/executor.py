@@ -217,7 +217,14 @@ class RayExecutor:
         if not self._ray.is_initialized():
             own: dict[str, Any] = {"num_cpus": self._workers, "include_dashboard": False}
             own["logging_level"] = logging.ERROR
-            self._ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
+            own = {} if "RAY_ADDRESS" in os.environ else own
+            try:
+                self._ray.init(log_to_driver=False, **own)
+            except Exception as error:  # Ray raises many types
+                self._ray.shutdown()
+                what = f"Ray does not start: {str(error).partition(chr(10))[0]}"
+                hint = "`ray start --head`, then RAY_ADDRESS=HOST:6379"
+                raise EyasError(what, hint) from error
             self._started_ray = True
         cpus = self._ray.cluster_resources().get("CPU", 0)
         if cpus < self._workers:

@@ -33,7 +33,7 @@ def chromium():
 def run_chromium(folder, *options):
     """What Chromium writes with these options and a profile of its own."""
     command = [CHROMIUM, *FLAGS, "--hide-scrollbars", f"--user-data-dir={folder}/profile"]
-    return subprocess.run([*command, *options], capture_output=True, timeout=120, check=True).stdout
+    return subprocess.run([*command, *options], capture_output=True, timeout=600, check=True).stdout
 
 
 def framed(folder, html, widths):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,9 +26,10 @@ from eyas.artifact import Artifact
 from eyas.errors import EyasError
 from eyas.shards import Features
 from eyas.train import trainer
+from tests.object_stores import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 300.0  # with a rank that waits for one that is gone
+PATIENCE_S = 900.0  # with a rank that waits for one that is gone
 UNEXPECTED = 99
 
 
@@ -66,9 +66,7 @@ def said(output: str, rank: int) -> str:
 
 def launch(asked: dict[str, Any], number: int) -> list[int]:
     """Fork the ranks and wait for all of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pids = [_forked(asked, number, rank, port) for rank in range(asked["size"])]
     codes: dict[int, int] = {}
     started = time.monotonic()

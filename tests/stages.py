@@ -93,7 +93,7 @@ def in_a_process(work: Callable[[], Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    signal.alarm(120)  # ends a child that hangs
+    signal.alarm(900)  # ends a child that hangs
     try:
         work()
     except BaseException:

@@ -1,5 +1,5 @@
-"""vLLM and SGLang as they answer for hidden states (vLLM 0.32 on a CPU, recorded; SGLang 0.5.23 by
-its source), with a tiny target behind them, and what can be wrong with one.
+"""vLLM as it answers for hidden states (0.32 on a CPU, recorded), with a tiny target behind it, and
+what can be wrong with one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from tests.bench_servers import JsonHandler, running
 
 @dataclass
 class Behaviour:
-    """layers: 0-based. cut: the token at which prefill begins a second chunk. mixes: from the
-    second answer to the same tokens on, states of other tokens. dies_after: answers.
+    """layers: 0-based. mixes: from the second answer to the same tokens on, states of other tokens;
+    loses_cached: without the first ones. dies_after: answers.
     """
 
-    engine: str
     target: Path
     layers: tuple[int, ...]
-    folder: Path = Path()
+    folder: Path
+    engine: str = "vllm"
     dtype: torch.dtype = torch.float32
     has_states: bool = True
     loses_cached: bool = False
     mixes: bool = False
     length: int = 512
     dies_after: int = 1 << 30
-    cut: int = 5
 
 
 class StateHTTP(ThreadingHTTPServer):
@@ -91,7 +90,7 @@ class _Handler(JsonHandler):
         if self.path == "/v1/models":
             card = {"id": "m", "owned_by": of.engine, "max_model_len": of.length}
             self.send_json({"data": [card]})
-        elif self.path in ("/version", "/get_server_info"):
+        elif self.path == "/version":
             self.send_json({"version": "0.0.1"})
         else:
             self.send_json({}, 404)
@@ -99,19 +98,16 @@ class _Handler(JsonHandler):
     def do_POST(self) -> None:
         of = self.server.behaviour
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        ids = body["prompt"] if of.engine == "vllm" else body["input_ids"]
+        ids = body["prompt"]
         self.server.asked.append(tuple(ids))
         if len(self.server.asked) > of.dies_after:
             self.close_connection = True
             return
         again = self.server.asked.count(tuple(ids)) > 1
         states = self.server.streams(ids[::-1] if of.mixes and again else ids)
-        if of.engine == "vllm":
-            self._vllm(body, ids, states)
-        else:
-            self._sglang(ids, states[3:] if of.loses_cached and again else states)
+        self._answer(body, ids, states[3:] if of.loses_cached and again else states)
 
-    def _vllm(self, body: dict[str, Any], ids: list[int], states: torch.Tensor) -> None:
+    def _answer(self, body: dict[str, Any], ids: list[int], states: torch.Tensor) -> None:
         """Locks, answers, writes, unlocks."""
         choice = {"index": 0, "text": "", "finish_reason": "length"}
         answer: dict[str, Any] = {"id": "cmpl", "choices": [choice], "kv_transfer_params": None}
@@ -127,13 +123,6 @@ class _Handler(JsonHandler):
             save_file(
                 {"hidden_states": states.contiguous(), "token_ids": torch.tensor(ids)}, str(path)
             )
-
-    def _sglang(self, ids: list[int], states: torch.Tensor) -> None:
-        rows, cut = states.flatten(1).tolist(), self.server.behaviour.cut
-        meta: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": 1}
-        if self.server.behaviour.has_states:
-            meta["hidden_states"] = [rows[:cut], rows[cut:], rows[-1]]
-        self.send_json({"text": "", "meta_info": meta})
 
 
 @contextmanager

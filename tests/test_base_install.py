@@ -35,7 +35,7 @@ config = ServeConfig(target="builtin", head="builtin", model="it")
 with running_app(create_app("it"), load(config)) as url:
     asked = {"model": "it", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
     for options in ({}, {"temperature": 1.0, "seed": 1}, {"regex": "[a-z]+"}):
-        answer = httpx.post(f"{url}/v1/chat/completions", json=asked | options, timeout=60)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked | options, timeout=300)
         assert answer.json()["choices"][0]["message"]["content"], answer.text
 import eyas
 with eyas.load("builtin", head="builtin") as llm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from eyas.artifact import Artifact
-from eyas.errors import MismatchError
+from eyas.errors import ConfigError, MismatchError
 from eyas.evaluate.breakdown import WAYS
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import decode, hooked_samples
+from eyas.evaluate.trees import decode
 from eyas.evaluate.walks import (
     AnswerWalks,
     WalkedRound,
@@ -30,7 +29,7 @@ from eyas.operators.chain import matched_spans
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import Features
+from eyas.shards import Features, Sample
 from eyas.tau import RoundCounts
 from eyas.train.trainer import train
 from tests.architectures import saved_architecture
@@ -41,7 +40,6 @@ from tests.tiny_features import samples_of, write_features
 from tests.tiny_head import head_folder
 from tests.tiny_prompts import (
     TRAIN,
-    eval_prompts,
     learned_head,
     learned_models,
     prompt_set,
@@ -50,8 +48,6 @@ from tests.tiny_prompts import (
 
 COUNT, TOKENS = 8, 24
 TREES = ("fixed(4,2,6)", "fixed(3,1,4)", "fixed(5,3,9)", "fixed(1,2,3)")
-# a hybrid with experts, windows with heads of two sizes, layer norms without a rope
-FOREIGN = ("qwen3_next", "gemma4", "opt")
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +58,13 @@ def world(tmp_path_factory):
     models = learned_models(folder, head)
     requests = prompt_set(folder, COUNT).requests(TOKENS, 0.0, 0)
     answers = decode(models.engine("off"), requests, quiet)
-    conversations = [
-        (list(request.prompt_ids), answer.token_ids)
-        for request, answer in zip(requests, answers, strict=True)
-    ]
-    samples = samples_of(models.target, conversations, "seen")
+    samples = samples_of(models.target, conversations(requests, answers), "seen")
     return folder, head, models, requests, samples
+
+
+def conversations(requests, answers) -> list[tuple[list[int], list[int]]]:
+    pairs = zip(requests, answers, strict=True)
+    return [(list(request.prompt_ids), answer.token_ids) for request, answer in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +84,7 @@ def add_all(walks: AnswerWalks, samples) -> AnswerWalks:
 
 
 def rounds_of(walks: AnswerWalks) -> list[list[int]]:
-    return [answer.counts.accept_hist for answer in walks.answers()]
+    return [answer.counts.accept_hist for answer in walks.counts[0].answers]
 
 
 def served_rounds(models, requests, tree) -> list[list[int]]:
@@ -103,19 +100,6 @@ def test_a_tree_on_features_is_the_engines_round_for_round(world, walks_of, tree
     (entry,) = walks.entries(0.0)
     assert rounds_of(walks) == served_rounds(models, requests, tree)
     assert sum(entry["accept_hist"][1:]) > 10, "a head that accepts nothing would prove nothing"
-
-
-def test_answers_of_transformers_give_the_engines_rounds(world, walks_of):
-    folder, _, models, requests, samples = world
-    walks, told = walks_of(TREES[:1]), []
-    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0
-    for part in hooked_samples(*asked, lambda done, total, note="": told.append((done, total))):
-        for one, other in zip(part, samples[len(rounds_of(walks)) :], strict=False):
-            assert torch.equal(one.token_ids, other.token_ids)
-            torch.testing.assert_close(one.last_hidden, other.last_hidden, rtol=1e-4, atol=1e-4)
-        add_all(walks, part)
-    assert rounds_of(walks) == served_rounds(models, requests, TREES[0])
-    assert told == [(done, COUNT) for done in range(1, COUNT + 1)]
 
 
 def test_several_turns_of_one_conversation_are_answers_of_their_own(world, walks_of):
@@ -172,18 +156,18 @@ def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
 
 
 def test_a_cold_target_accepts_what_the_greedy_one_does(world, walks_of):
-    for entry in add_all(walks_of(TREES).at(1e-4), world[-1]).entries(1e-4):
+    for entry in add_all(replace(walks_of(TREES), temperature=1e-4), world[-1]).entries(1e-4):
         assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=2e-3)
 
 
 def test_rounds_of_sampled_answers_are_what_is_expected(world, walks_of):
     """On average: an answer is one draw of many."""
-    folder = world[0]
-    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, 40), TOKENS, 1.0, 3, quiet
-    answers = [sample for part in hooked_samples(*asked) for sample in part]
-    (entry,) = add_all(walks_of(["fixed(4,2,6)"]).at(1.0), answers).entries(1.0)
+    folder, _, models, *_ = world
+    requests = prompt_set(folder, 40).requests(TOKENS, 1.0, 3)
+    drawn = conversations(requests, decode(models.engine("off"), requests, quiet))
+    walks = replace(walks_of(["fixed(4,2,6)"]), temperature=1.0)
+    (entry,) = add_all(walks, samples_of(models.target, drawn, "drawn")).entries(1.0)
     assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=0.1)
-    assert len({tuple(one.token_ids.tolist()) for one in answers}) == 40
 
 
 @pytest.mark.parametrize(
@@ -205,32 +189,23 @@ def test_how_answers_were_drawn_is_read_from_their_manifest(asked, stated, known
     assert drawn_at(source) == known
 
 
-@pytest.fixture(scope="module", params=FOREIGN)
-def foreign(request, tmp_path_factory):
-    """A target, its greedy answers by transformers as features, and a head that learned them."""
-    folder = saved_architecture(tmp_path_factory.getbasetemp(), request.param)
-    asked = HookedDecoder.load(folder, "float32"), prompt_set(folder, COUNT), TOKENS, 0.0, 0, quiet
-    samples = [sample for part in hooked_samples(*asked) for sample in part]
-    root = tmp_path_factory.mktemp(request.param)
+def test_features_of_a_target_that_our_engine_does_not_run_give_chains_and_trees(tmp_path):
+    """A chain by the tree's code is the one of `operators.chain`, which shares none of it."""
+    folder = saved_architecture(tmp_path, "gemma4")  # windows with heads of two sizes, soft caps
+    decoder, samples = HookedDecoder.load(folder, "float32"), []
+    for number, prompt in enumerate(prompt_set(folder, COUNT).prompt_ids):
+        row = [*prompt, *decoder.answer(prompt, TOKENS)]
+        states = decoder.states([row])
+        mask = torch.arange(len(row)) >= len(prompt)
+        both = states.aux_hidden[0], states.last_hidden[0]
+        samples.append(Sample(f"s-{number}", torch.tensor(row).int(), mask, *both, ""))
     vocabulary = TargetVocabulary.load(folder)
-    features = write_features(root / "features", vocabulary, samples, samples)
-    head = Artifact(str(root / "head"))
+    features = write_features(tmp_path / "features", vocabulary, samples, samples)
+    head, output = Artifact(str(tmp_path / "head")), Artifact(str(tmp_path / "out"))
     train(TRAIN, str(folder), Features(features), head)
-    return folder, head, features, samples, vocabulary
-
-
-@pytest.fixture(scope="module")
-def on_features(foreign, tmp_path_factory):
-    folder, head, features, *_ = foreign
-    output = Artifact(str(tmp_path_factory.mktemp("features")))
     config = EvalConfig(num_draft_steps=4, trees=("fixed(4,2,6)", "fixed(4,1,5)"))
     evaluate(config, str(folder), head.url, output, Features(features, "held_out"))
-    return output.read_json("eval.json")
-
-
-def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_features):
-    """A chain by the tree's code is the one of `operators.chain`, which shares none of it."""
-    _, head, _, samples, vocabulary = foreign
+    on_features = output.read_json("eval.json")
     loaded, counts = load_head(head.local_path("")), RoundCounts(4)
     for _, matches in matched_spans(loaded, vocabulary.embed_tokens, Batch.of(samples), 4):
         counts.add_answer(matches)
@@ -241,31 +216,6 @@ def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_fea
     assert {one["by"] for one in on_features["trees"]} == {"features"}
     assert on_features["ways"] == {"chain": WAYS["features"], "trees": WAYS["features"]}
     assert "expected_tau" not in tree
-
-
-def test_prompts_are_answered_by_transformers(foreign, on_features, tmp_path):
-    """By the command, with the rounds of the features; sampled for one of the targets."""
-    folder, head, *_, vocabulary = foreign
-    drawn = [0.0, 1.0] if vocabulary.config.family == "opt" else [0.0]
-    prompts = prompts_file(tmp_path, COUNT)
-    words = ("eval", head.url, "-t", folder, "-o", tmp_path / "out", "--prompts", prompts)
-    words += ("--trees", "fixed(4,2,6) fixed(4,1,5)", "-s", f"max_tokens={TOKENS}")
-    words += ("--temperatures", " ".join(map(str, drawn)))
-    shown = run_eyas(*words)
-    assert shown.exit_code == 0, shown.output
-    result = Artifact(str(tmp_path / "out")).read_json("eval.json")
-    measured = [(one["speculation"], one["temperature"], one["by"]) for one in result["trees"]]
-    trees = "fixed(4,2,6)", "fixed(4,1,5)"
-    assert measured == [(tree, t, "transformers") for t in drawn for tree in trees]
-    for one, stored in zip(result["trees"], on_features["trees"], strict=False):
-        assert one["accept_hist"] == stored["accept_hist"]
-    assert result["by_source"].keys() == {one.source for one in eval_prompts(COUNT)}
-    sampled = [one["temperature"] for one in result["trees"] if "expected_tau" in one]
-    assert sampled == [1.0, 1.0] * (len(drawn) - 1)
-    told = " ".join(shown.stdout.split())
-    assert WAYS["transformers"] in told
-    assert ("expected over all that the target could have drawn" in told) == bool(sampled)
-    assert json.loads(shown.stdout.splitlines()[-1])["ways"] == {"trees": WAYS["transformers"]}
 
 
 def test_answers_that_were_sampled_are_said_to_be(world, vocabulary, tmp_path):
@@ -292,10 +242,10 @@ def test_trees_that_cannot_be_walked_are_refused(world, vocabulary, tmp_path, tm
     few = head_folder(world[0], tmp_path / "few", draft_vocab_size=8)
     with pytest.raises(MismatchError, match="8 tokens to draft, the tree has 16 branches"):
         AnswerWalks.load(vocabulary, few, ["fixed(2,16,17)"])
+    with pytest.raises(ConfigError, match=r"auto.* has no size of its own") as raised:
+        AnswerWalks.load(vocabulary, few, ["auto"])
+    assert "fixed(6,3,12)" in raised.value.hint
     target = saved_architecture(tmp_path_factory.getbasetemp(), "opt")
     words = ("eval", head_folder(target, tmp_path / "head"), "-t", target, "-o", tmp_path / "other")
-    words += ("--prompts", prompts_file(tmp_path, COUNT))
-    refused = run_eyas(*words, "--trees", "auto")
-    assert_one_clear_error(refused, "auto", "has no size of its own", "fixed(6,3,12)")
-    wide = run_eyas(*words, "--trees", "fixed(2,2,4)", "-s", "models.dtype=packed")
-    assert_one_clear_error(wide, "no dtype packed")
+    refused = run_eyas(*words, "--prompts", prompts_file(tmp_path, COUNT))
+    assert_one_clear_error(refused, "does not run a 'opt'", "--features", "eyas capture")

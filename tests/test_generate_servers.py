@@ -41,7 +41,7 @@ from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
 MIX = [{"share": 0.5}, {"share": 0.5, "temperature": 1.0, "top_p": 0.9}]
-CLIENT = {"concurrency": 4, "timeout_s": 60}
+CLIENT = {"concurrency": 4, "timeout_s": 300}
 
 
 # several parts of few prompts, and servers that are given up soon
@@ -201,11 +201,13 @@ def test_a_request_that_breaks_servers_is_given_up_and_counted(
     through, answered, output, monkeypatch, faults, expected
 ):
     """A server that passes its checks is alive, however long nothing else was answered."""
+    timeout_s = 300
     if "hang" in faults.values():
+        timeout_s = 3
         quick = {"PATIENCE_S": 0.1, "MOST_FAILURES": 2, "CLIENT_RETRIES": 0, "PAUSES_S": 0}
         for name, value in quick.items():
             monkeypatch.setattr(fleet, name, value)
-    manifest, server = through(of_prompts(faults), client={"timeout_s": 3})
+    manifest, server = through(of_prompts(faults), client={"timeout_s": timeout_s})
     dropped = [row for row in output.read_rows("dropped") if row["reason"].startswith("server_")]
     assert {row["prompt_id"] for row in dropped} == set(expected)
     for row in dropped:

@@ -465,11 +465,11 @@ def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, world, tmp_
             assert 503 in seen
             body = {"instances": [{"messages": MESSAGES, "max_tokens": 24, "temperature": 0}]}
             url = f"http://127.0.0.1:{port}/models/1:predict"
-            (prediction,) = httpx.post(url, json=body, timeout=60).json()["predictions"]
+            (prediction,) = httpx.post(url, json=body, timeout=300).json()["predictions"]
             assert prediction["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
             assert prediction["usage"]["eyas"]["rounds"] >= 0
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(300) == 0
         finally:
             process.kill()
 

@@ -52,7 +52,9 @@ def test_it_goes_from_a_server_to_the_pictures(tmp_path, monkeypatch):
     for cell in notebook.cells:
         for theirs, ours in STAND_IN:
             cell.source = cell.source.replace(theirs, ours)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
+    nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3").execute(
+        cwd=str(tmp_path)
+    )
     assert "the same without the head: True" in printed(notebook)
     assert printed(notebook).count("16 of 16 answers identical") == 2
     assert pictures(notebook) > 1

@@ -107,7 +107,7 @@ class Reader:
         for port in ports or tuple(self.servers):
             if server := self.servers.pop(port, None):
                 server.terminate()
-                server.wait(60)
+                server.wait(300)
                 server.stdout.close()
 
     def watch(self, line: str) -> tuple[int, str]:
@@ -125,7 +125,7 @@ class Reader:
                     return
                 said = [{"role": "user", "content": prompt}]
                 body = {"model": model, "messages": said, "max_tokens": 16, "temperature": 0}
-                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).raise_for_status()
 
         asking = threading.Thread(target=ask)
         asking.start()

@@ -97,12 +97,44 @@ def test_a_misread_head_says_how_it_would_be_right(world, changes, better):
     assert finding.hint
 
 
-def test_random_weights_draft_next_to_nothing_and_that_is_said(world):
+def test_random_weights_draft_next_to_nothing_and_that_is_said(world, only):
+    only()
     target, config, tensors, answers = world
-    tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
+    tensors = tensors | {"fc.weight": tensors["fc.weight"].roll(1, 0)}
     (finding,) = reading_findings(replayed(config, tensors, target, answers))
     assert finding.level == "warning"
     assert "next to nothing" in finding.what
+
+
+LM_HEAD, ATTENTION = "lm_head.weight", "midlayer.self_attn."
+
+
+@pytest.mark.parametrize(
+    ("planted", "right"),
+    [
+        (
+            lambda of: {
+                name: one.roll(one.shape[1] // 2, 1)
+                for name, one in of.items()
+                if name.removeprefix(ATTENTION)[:6] in ("q_proj", "k_proj", "v_proj")
+            },
+            "the feature before the embedding",
+        ),
+        (lambda of: {"d2t": torch.zeros_like(of["d2t"])}, "d2t by the rows of lm_head"),
+        (lambda of: {LM_HEAD: of[LM_HEAD].roll(1, 1)}, "the target's lm_head"),
+    ],
+    ids=["inputs", "map", "lm_head"],
+)
+def test_a_head_that_drafts_nothing_is_read_as_if_its_file_were_written_otherwise(
+    world, only, planted, right
+):
+    only()
+    target, config, tensors, answers = world
+    found = replayed(config, tensors | planted(tensors), target, answers)
+    (finding,) = reading_findings(found)
+    assert finding.level == "error"
+    assert f"read as {right!r}" in finding.what
+    assert "convert the tensors" in finding.hint
 
 
 def test_without_a_chat_template_text_that_is_given_is_replayed(tmp_path):
@@ -386,10 +418,9 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
     (tmp_path / "plain.txt").write_text("\ufeffOne?\n\nTwo?\n")
     for name in ("rows.jsonl", "rows.jsonl.gz"):
         found = list(conversations(tmp_path / name))
-        assert [[one["content"] for one in row] for row, _ in found] == [["A?", "B."], ["C?"]]
-        assert [kind for _, kind in found] == ["mail", "chat"]
+        assert [[one["content"] for one in row] for row in found] == [["A?", "B."], ["C?"]]
     found = list(conversations(tmp_path / "plain.txt"))
-    assert [row[0]["content"] for row, _ in found] == ["One?", "Two?"]
+    assert [row[0]["content"] for row in found] == ["One?", "Two?"]
     with pytest.raises(MissingInputError):
         list(conversations(tmp_path / "absent.txt"))
 

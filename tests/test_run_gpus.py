@@ -228,7 +228,7 @@ def test_a_server_that_ends_shows_its_log_and_one_of_a_killed_run_ends(
         url = parent.stdout.readline().strip()
         assert httpx.get(f"{url}/health").status_code == 200
         parent.send_signal(signal.SIGKILL)
-    for _ in range(200):
+    for _ in range(3000):
         try:
             httpx.get(f"{url}/health", timeout=1)
         except httpx.TransportError:

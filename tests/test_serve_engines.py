@@ -192,20 +192,14 @@ def test_the_command_line(target, head):
     for alone in (["--print-command"], ["--gpus", "0"], ["--hidden-states"]):
         assert run(*alone).exit_code == 2
     assert run(*words, "--gpus", "one").exit_code == 2
-    assert run(*words, "--hidden-states").exit_code == 2  # it drafts, or gives states
-
-
-@pytest.mark.parametrize(
-    ("engine", "flag"),
-    [("sglang", "--return-aux-hidden-state-layer-ids"), ("vllm", "--kv-transfer-config")],
-)
-def test_a_server_of_hidden_states_on_a_gpu(target, engine, flag):
-    words = ["serve", "-t", target, "--engine", engine, "--hidden-states", "--gpus", "1"]
-    shown = CliRunner().invoke(build(words), [*words, "--print-command", "--port", "8001"])
+    states = ["--hidden-states", "--print-command", "--gpus", "1", "--port", "8001", "--engine"]
+    assert run(*states, "vllm", "--head", str(head)).exit_code == 2  # it drafts, or gives states
+    assert "take --engine vllm" in run(*states, "sglang").stderr
+    shown = run(*states, "vllm")
     assert shown.exit_code == 0, shown.output
     arguments = shlex.split(shown.output.strip().splitlines()[-1])
     assert arguments[:2] == ["env", "CUDA_VISIBLE_DEVICES=1"]
-    assert flag in arguments
+    assert "--kv-transfer-config" in arguments
     assert arguments[-6:-2] == ["--host", "127.0.0.1", "--port", "8001"]
 
 

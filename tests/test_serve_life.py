@@ -27,7 +27,7 @@ from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError, EyasError
 from eyas.log import JsonFormatter
-from eyas.serve import limits
+from eyas.serve import limits, metrics
 from eyas.serve.app import copy_head, create_app
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.metrics import Metrics
@@ -76,10 +76,12 @@ def test_worker_sleeps_when_idle(world, monkeypatch):
     )
     with world.served() as client:
         ask(client)
-        time.sleep(0.05)  # let the round that finds nothing to do pass
-        before = len(looks)
-        time.sleep(0.2)
-        assert len(looks) == before
+        for _ in range(100):  # the round that finds nothing to do comes late on a busy machine
+            before = len(looks)
+            time.sleep(0.2)
+            if len(looks) == before:
+                return
+    pytest.fail("it looks for work all the time")
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
@@ -97,7 +99,7 @@ def test_a_disconnect_cancels_the_request(world, stream, rounds):
             with pytest.raises(openai.APITimeoutError):
                 ask(client.with_options(timeout=0.3), stream=stream, max_tokens=200)
         engine.gate.release(200)
-        assert engine.is_empty.wait(10)
+        assert engine.is_empty.wait(300)
         assert health(client).json() == {"status": "ok", "requests": 0}
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
 
@@ -147,7 +149,7 @@ def test_swapping_heads_keeps_the_answers(world, tmp_path, caplog):
 
     def swap(name, key="a-key"):
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{url}/v1/head", json={"head": name}, headers=headers, timeout=60)
+        return httpx.post(f"{url}/v1/head", json={"head": name}, headers=headers, timeout=300)
 
     with (
         world.served(engine, limits, has_head=True) as client,
@@ -263,18 +265,20 @@ def test_a_draining_server_finishes_what_runs(world):
         httpx.get(f"{url}/health")
 
 
-def test_the_end_waits_for_a_regular_scraper(world):
+def test_the_end_waits_for_a_regular_scraper(world, monkeypatch):
     with closable(world.served()) as (client, end, _):
-        for _ in range(2):
+        for seconds_ago in (600, 0):
+            clock = lambda ago=seconds_ago: time.monotonic() - ago  # noqa: E731
+            both = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
+            monkeypatch.setattr(metrics, "time", both)
             httpx.get(f"{client.url}/metrics")
-            time.sleep(1)
         ask(client, max_tokens=7)
         leaving = end()
         while health(client).status_code == 200:
             time.sleep(0.01)
         assert not leaving.done()
         page = httpx.get(f"{client.url}/metrics").text
-        leaving.result(5)
+        leaving.result(300)
     assert "eyas:generation_tokens_total" in page
     assert 'finished_reason="length",model_name="tiny"} 1.0' in page
 
@@ -312,7 +316,7 @@ with running_server(ServeConfig.model_validate_json(given)) as url:
         assert httpx.get(f"{url}/health").status_code == 200
         parent.kill()
     address = httpx.URL(url)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with socket.socket() as asking:
             if asking.connect_ex((address.host, address.port)) != 0:

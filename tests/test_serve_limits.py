@@ -76,7 +76,7 @@ def address_of(client):
 
 
 def opened(client):
-    return socket.create_connection(address_of(client), timeout=30)
+    return socket.create_connection(address_of(client), timeout=300)
 
 
 HEAD = (
@@ -152,7 +152,7 @@ def test_keys_change_without_a_restart(world, keys, monkeypatch):
             found = {}
             for name in ("team-a", "team-b", "team-c", "the-operator"):
                 key = {"authorization": f"Bearer key-of-{name}"}
-                reply = httpx.get(f"{client.url}/v1/models", headers=key, timeout=10)
+                reply = httpx.get(f"{client.url}/v1/models", headers=key, timeout=300)
                 found[name] = reply.status_code
             assert httpx.get(f"{client.url}/v1/models").status_code == 401
             return [name for name, status in found.items() if status == 200]
@@ -283,7 +283,7 @@ def test_a_late_answer_fails(world, stream, begun):
                 ask(client, stream=stream, max_tokens=200)
             assert (late.value.status_code, late.value.code) == (504, "timeout")
         engine.gate.release(1000)
-        assert engine.is_empty.wait(10)
+        assert engine.is_empty.wait(300)
         assert health(client).json() == {"status": "ok", "requests": 0}
 
 
@@ -506,7 +506,7 @@ def test_a_failed_grammar_is_an_error(ending):
             found = reply.result()
             assert found.status_code in ((200, 400) if stream else (400,))
             assert "the regex [a-z]{100} needs more than" in found.text
-            assert engine.is_empty.wait(10)
+            assert engine.is_empty.wait(300)
             assert post(client, {**body, "guided_regex": "[ab]{3}"}).status_code == 200
 
 
@@ -519,7 +519,7 @@ def compiling(ending, monkeypatch):
     def slow(params):
         if params.has_grammar:
             begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(300)
         return compile_grammar(params)
 
     monkeypatch.setattr(engine, "compile_grammar", slow)
@@ -532,7 +532,7 @@ def test_slow_grammars_stop_no_other_stream(compiling):
     client, begun, may_end = compiling
     with ThreadPoolExecutor(1) as pool:
         guided = pool.submit(post, client, {**BODY, "guided_regex": "[ab]{3}"})
-        assert begun.wait(60)
+        assert begun.wait(300)
         try:
             assert ask(client, max_tokens=8).choices[0].finish_reason
             assert health(client).json() == {"status": "ok", "requests": 1}
@@ -547,7 +547,7 @@ def test_a_disconnect_while_the_grammar_compiles(compiling):
     body = {**BODY, "guided_regex": "a"}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(client.url + CHAT, json=body, timeout=httpx.Timeout(60, read=0.5))
-    assert begun.wait(60)
+    assert begun.wait(300)
     wait_for_requests(client, lambda count: not count)
     may_end.set()
     assert ask(client, max_tokens=2).usage.completion_tokens == 2
@@ -587,19 +587,19 @@ def test_a_client_that_reads_nothing_times_out(world):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(address_of(client))
         connection.sendall(head + text)
-        wait_for_requests(client, bool)
+        while 'reason="timeout"' not in httpx.get(f"{client.url}/metrics").text:
+            time.sleep(0.05)
         wait_for_requests(client, lambda count: not count)
-        assert 'reason="timeout"' in httpx.get(f"{client.url}/metrics").text
 
 
-def test_fuzzed_bodies(client):
+def test_fuzzed_bodies(open_client):
     rng = random.Random(0)
     optional = {"stop": ["x"], "tools": [], "response_format": {"type": "text"}}
     good = json.dumps({**BODY, **optional, "logit_bias": {"1": 1}}).encode()
     strange = [b"9" * 5000, b"[" * 300, b"\xff", b'"\\ud800"', b'""', b"\x00"]
     strange += b"1e400 -0 NaN {} null true".split()
     headers = {"content-type": "application/json"}
-    with httpx.Client(base_url=client.url, headers=headers, timeout=60) as http:
+    with httpx.Client(base_url=open_client.url, headers=headers, timeout=300) as http:
         for number in range(200):
             body = bytearray(good)
             for _ in range(rng.randrange(1, 4)):
@@ -607,7 +607,7 @@ def test_fuzzed_bodies(client):
                 body[at : at + rng.randrange(4)] = rng.choice([*strange, byte])
             reply = http.post(rng.choice([CHAT, TEXT]), content=bytes(body))
             assert reply.status_code in (200, 400, 404), (number, bytes(body), reply.text)
-    assert health(client).json() == {"status": "ok", "requests": 0}
+    assert health(open_client).json() == {"status": "ok", "requests": 0}
 
 
 def filled(before, unit, after, most):
@@ -669,7 +669,7 @@ def test_large_and_small_bodies_do_not_wait_for_each_other(open_client, monkeypa
     def slow(kind, body):
         if len(body) > app.SMALL_BODY:
             begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(300)
         return parse_body(kind, body)
 
     monkeypatch.setattr(app, "parse_body", slow)
@@ -677,7 +677,7 @@ def test_large_and_small_bodies_do_not_wait_for_each_other(open_client, monkeypa
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(post, open_client, large)
         try:
-            assert begun.wait(60)
+            assert begun.wait(300)
             assert ask(open_client, max_tokens=2).usage.completion_tokens == 2
             assert health(open_client).status_code == 200
             assert not reply.done()

@@ -8,6 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,7 +211,8 @@ def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path, monkeypat
     for stated, expected in (({}, share), ({"OMP_NUM_THREADS": "1"}, None)):
         with subprocess.Popen(["sleep", "60"], env={**env, **stated}) as launcher:
             monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
+            # empty until the kernel has set up its stack
             while not Path(f"/proc/{launcher.pid}/environ").read_bytes():
-                pass  # empty until the kernel has set up its stack
+                time.sleep(0.01)
             assert threads_of_rank() == expected
             launcher.kill()

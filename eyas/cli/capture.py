@@ -25,7 +25,7 @@ def command(
     """Store the target's three taps and last hidden state for every token of finished answers.
 
     eyas' own decoder computes them for the models that eyas serves, transformers for any other
-    causal language model. Or servers compute them (vLLM, SGLang), after a proof on some samples;
+    causal language model. Or servers compute them (vLLM), after a proof on some samples;
     vLLM shares a folder of states with this process. On a Ray cluster: -s executor=ray -s
     workers=10.
     """

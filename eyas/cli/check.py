@@ -28,7 +28,7 @@ from eyas.export.check import (
     replayed_by,
 )
 from eyas.export.engines import ENGINES
-from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict, why_findings
+from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict
 from eyas.log import Track, progress_bar
 
 MOST_AUC = 0.53  # of membership: an interval above it is a warning
@@ -49,13 +49,6 @@ def command(
     replay: Annotated[
         bool, typer.Option(help="run the target on text and the head in every reading of it")
     ] = True,
-    why: Annotated[
-        bool,
-        typer.Option(
-            "--why",
-            help="find the cause of a low tau: replay common mistakes, one at a time",
-        ),
-    ] = False,
     leaks: Annotated[
         str | None,
         typer.Option(
@@ -67,22 +60,19 @@ def command(
     as_json: JsonAlone = False,
 ) -> None:
     """Find faults of a head. Exit code 0: none, or notes; 1: warnings; 2: errors."""
-    if why and not replay:
-        raise ConfigError("--why replays", "leave --no-replay out")
     try:
         with progress_bar("check") as track:
             findings = check(head, target)
             leak = [_leak(head, target, leaks)] if leaks else []
             replayed, why_not = (
-                _replayed(head, target, text, track, why) if replay else ([], "not asked for")
+                _replayed(head, target, text, track) if replay else ([], "not asked for")
             )
     except EyasError as error:
         if as_json:
             failure = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
             print(json.dumps({"head": head, "target": target, **failure}, ensure_ascii=False))
         raise
-    reasons = list(why_findings(replayed)) if why else None
-    findings = in_order([*verdict(findings, replayed, reasons), *leak])
+    findings = in_order([*verdict(findings, replayed), *leak])
     by = replayed_by(target)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
@@ -94,12 +84,12 @@ def command(
 
 
 def _replayed(
-    head: str, target: str, text: Path | None, track: Track, why: bool
+    head: str, target: str, text: Path | None, track: Track
 ) -> tuple[list[ReadingScore], str]:
     if importlib.util.find_spec("torch") is None:
         return [], f"it needs PyTorch: {extra('train')}"
     replay = importlib.import_module("eyas.export.replay")
-    found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track, why)
+    found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track)
     return found
 
 

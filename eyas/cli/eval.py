@@ -61,8 +61,8 @@ def command(
     """Measure tau with its interval, by source, language, tree and temperature.
 
     By default on 100 prompts, answers of 64 tokens, in the default tree and a chain, greedy and at
-    temperature 1; more with --num-prompts, --trees, --temperatures and -s max_tokens=N. A target
-    that eyas' own engine does not run answers through transformers.
+    temperature 1; more with --num-prompts, --trees, --temperatures and -s max_tokens=N. Of a target
+    that eyas' own engine does not run: --features alone.
     """
     if features is None and prompts is None:
         raise ConfigError(

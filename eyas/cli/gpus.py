@@ -42,7 +42,7 @@ FULL = 0.8  # of the free memory, for weights; the rest is cache and graphs
 POLL_S, PATIENCE_S, STOP_S = 0.5, 1800.0, 90.0  # a large model loads for minutes
 LOG_TAIL = 2000  # characters
 PR_SET_PDEATHSIG = 1  # of prctl: the signal to a process whose parent ends
-# the first that give token ids of answers; SGLang gives hidden states from 0.5.23 on
+# the first that give token ids of answers
 LEAST_VERSIONS = {EngineName.SGLANG: (0, 5, 17), EngineName.VLLM: (0, 11, 0)}
 
 

@@ -32,7 +32,7 @@ def command(
     gpus: Annotated[str | None, _other(help="GPUs for its model, e.g. 0,1")] = None,
     hidden_states: Annotated[
         bool,
-        _other("--hidden-states", help="serve hidden states, for `eyas capture --server`"),
+        _other("--hidden-states", help="serve hidden states, for `eyas capture --server` (vLLM)"),
     ] = False,
     engine_python: Annotated[str | None, _other(help="python of its environment")] = None,
     engine_args: Annotated[str, _other(help="more flags of it")] = "",
@@ -77,6 +77,9 @@ def states_server(
     engine: EngineName, config: ServeConfig, extra: str, gpus: Sequence[int], python: str
 ) -> list[str]:
     """The words of the command for a server of the target's hidden states. Raises ConfigError."""
+    if engine is not EngineName.VLLM:
+        hint = "take --engine vllm, or `eyas capture` without servers"
+        raise ConfigError(f"--hidden-states: eyas does not read {engine.label}'s", hint)
     refuse_flagless(engine, config)
     if config.head is not None:
         raise ConfigError("--hidden-states: a server gives them or drafts", "leave out --head")
@@ -85,9 +88,9 @@ def states_server(
     # imports torch, which our own server does without
     states = importlib.import_module("eyas.features.states")
     shape = target_shape(config.folders()[0])
-    length = config.engine.max_length or shape.max_position_embeddings - states.ROOM_SGLANG
+    length = config.engine.max_length or shape.max_position_embeddings - states.ANSWER_TOKENS
     dtype = config.dtype if "dtype" in config.model_fields_set else stored_dtype(shape)
-    words = states.states_command(engine.value, str(config.target), shape, dtype, length)
+    words = states.states_command(str(config.target), shape, dtype, length)
     words += ["--host", config.host, "--port", str(config.port)]
     words += ["--served-model-name", config.served_model, *shlex.split(extra)]
     return on_gpus(words, gpus, python)

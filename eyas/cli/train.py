@@ -51,8 +51,8 @@ def command(
     server: Annotated[
         list[str] | None,
         typer.Option(
-            help="with --online: address of a vLLM or SGLang server that computes the features, as "
-            "for `eyas capture`; several may be given"
+            help="with --online: address of a vLLM server that computes the features, as for `eyas "
+            "capture`; several may be given"
         ),
     ] = None,
     *,

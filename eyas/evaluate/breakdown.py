@@ -16,8 +16,6 @@ WAYS = {
     "engine": "our own engine answered the prompts, with the head's drafts in every round",
     "features": "stored features: the head drafts along the target's own answers, and no target "
     "runs",
-    "transformers": "transformers answered the prompts and computed the hidden states: the head "
-    "drafts along these answers",
 }
 
 

@@ -1,7 +1,7 @@
 """The eval stage: tau of a head on held-out answers and prompts, in eval.json.
 
 features    chains and, without prompts, trees along `capture`'s answers   -> tau, ..., trees
-prompts     trees at several temperatures, by the engine or transformers   -> trees
+prompts     trees at several temperatures, by the engine                   -> trees
 against     the same of another head, and the change of tau                -> against
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +25,6 @@ from eyas.evaluate.trees import (
     Models,
     ModelsConfig,
     PromptSet,
-    hooked_samples,
     measure_tree,
     prompts_digest,
 )
@@ -35,10 +33,10 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
-from eyas.model.target import resolve_dtype, stored_dtype
+from eyas.model.target import resolve_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
-from eyas.operators.decoder import HookedDecoder, default_device
+from eyas.operators.decoder import default_device
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import Flag, Settings
@@ -124,23 +122,19 @@ def evaluate(
     folder, prompts = resolve_target(target), prompts[: config.num_prompts]
     if prompts:
         models, shape = config.models, target_shape(folder)
-        is_own, dtype = isinstance(shape, TargetConfig), models.dtype
-        if is_own:
-            dtype = resolve_dtype(dtype, shape)
-        elif dtype == "packed":
+        if not isinstance(shape, TargetConfig):
             raise MismatchError(
-                "transformers runs this target, and has no dtype packed",
-                "take models.dtype=bfloat16, or auto",
+                f"{target} answers no prompts here: our engine does not run a {shape.model_type!r}",
+                "give --features alone: let a server answer the prompts (`eyas generate --server "
+                "URL`), then `eyas capture` these answers with -s held_out_share=0.99",
             )
-        elif dtype == "auto":
-            dtype = stored_dtype(shape)
+        dtype = resolve_dtype(models.dtype, shape)
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})
         # the other head is an input, and the tolerance judges the result
         settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
         settings["prompts"] = prompts_digest(prompts)
         settings["target_fingerprint"] = fingerprint(folder)
-        settings |= {} if is_own else {"by": "transformers"}
     else:
         settings = config.model_dump(mode="json", include={"num_draft_steps", "trees"})
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
@@ -212,33 +206,17 @@ class HeadMeasurement:
         prompts: Sequence[EvalPrompt],
     ) -> None:
         """Raises what loading raises, and EmptyInputError if no prompt can be asked."""
-        files, shape = Path(resolve_head(head)), target_shape(folder)
-        is_own = isinstance(shape, TargetConfig)
+        files = Path(resolve_head(head))
         self._config, self._chat, self._features = config, Chat(folder), features
         self._models: Models | None = None
-        self._hooked: HookedDecoder | None = None
         if prompts:
-            longest = config.max_prompt_tokens
-            if not is_own:
-                longest = min(longest, shape.max_position_embeddings - config.max_tokens)
-            self._prompts = PromptSet.of(prompts, self._chat, longest)
-        if prompts and is_own:
+            self._prompts = PromptSet.of(prompts, self._chat, config.max_prompt_tokens)
             self._models = Models.load(folder, files, config.models)
-        if features is None and is_own:
-            return
-        vocabulary = TargetVocabulary.load(folder).to(default_device())
         if features is not None:
+            vocabulary = TargetVocabulary.load(folder).to(default_device())
             trees = () if prompts else config.trees
             given = vocabulary, files, trees, config.num_draft_steps, features
             self._on_features = AnswerWalks.load(*given)
-        if prompts and not is_own:
-            self._on_answers = AnswerWalks.load(vocabulary, files, config.trees)
-            try:
-                self._hooked = HookedDecoder.load(folder, config.models.dtype)
-            except MismatchError as error:
-                server = "`eyas generate` and `eyas capture` by a server"
-                hint = f"{error.hint}; {server}, then --features without --prompts"
-                raise MismatchError(error.what, hint) from error
 
     def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
         """eval.json's content, and the counts of the answers: of the first tree at the first
@@ -248,10 +226,10 @@ class HeadMeasurement:
         answers: list[AnswerCounts] = []
         if self._features is not None:
             result = self._on_features.measure(self._features, self._chat, track)
-            answers = self._on_features.answers()
-        if self._models is not None or self._hooked is not None:
-            measured = list(self._on_prompts(track))
-            answers, trees = measured[0][1], [one for of, _ in measured for one in of]
+            answers = self._on_features.of_chain
+        if self._models is not None:
+            measured = list(self._on_prompts(self._models, track))
+            answers, trees = measured[0][1], [one for one, _ in measured]
             first, config = trees[0], self._config
             if not first["rounds"]:
                 raise EmptyInputError(
@@ -268,34 +246,21 @@ class HeadMeasurement:
                 "languages": sorted(first["by_language"]),
                 "left_out": self._prompts.num_left_out,
                 **result,
-                "ways": {**result.get("ways", {}), "trees": WAYS[first["by"]]},
+                "ways": {**result.get("ways", {}), "trees": WAYS["engine"]},
             }
         return result, answers
 
     def _on_prompts(
-        self, track: Track
-    ) -> Iterator[tuple[list[dict[str, Any]], list[AnswerCounts]]]:
-        """Entries of trees, and the counts of the first one's answers: by temperature and, in the
-        engine, by tree.
-        """
+        self, models: Models, track: Track
+    ) -> Iterator[tuple[dict[str, Any], list[AnswerCounts]]]:
+        """An entry and the counts of its answers, by temperature and tree."""
         config, prompts, count = self._config, self._prompts, len(self._config.temperatures)
         for number, temperature in enumerate(config.temperatures):
-            if self._hooked is not None:
-                walks = self._on_answers.at(temperature)
-                languages = iter([prompt.language for prompt in prompts.prompts])
-                asked = self._hooked, prompts, config.max_tokens, temperature, config.seed
-                for samples in hooked_samples(*asked, _part_of(track, number, count)):
-                    walks.add(samples, list(islice(languages, len(samples))))
-                facts = {"language_of": "prompts", "by": "transformers"}
-                yield walks.entries(temperature, **facts), walks.answers()
-                continue
-            assert self._models is not None
             requests = prompts.requests(config.max_tokens, temperature, config.seed)
             for place, name in enumerate(config.trees, number * len(config.trees)):
                 bar = _part_of(track, place, count * len(config.trees))
                 tree = Speculation.parse(name)
-                entry, answers = measure_tree(self._models, prompts, tree, requests, bar)
-                yield [entry], answers
+                yield measure_tree(models, prompts, tree, requests, bar)
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:

@@ -1,19 +1,16 @@
-"""Held-out prompts by tree and temperature: decoded by the engine, or answered by transformers for
-targets that our engine does not run, and then walked (`walks`). No server and no clock.
-"""
+"""Held-out prompts by tree and temperature, decoded by the engine. No server and no clock."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from eyas.chat import Chat
@@ -27,13 +24,9 @@ from eyas.language import language
 from eyas.log import Track
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Dtype, Target
-from eyas.operators.decoder import HookedDecoder
 from eyas.records import Message, mixed_seed
 from eyas.settings import Settings
-from eyas.shards import Sample
 from eyas.tau import RoundCounts
-
-AT_ONCE = 8  # answers whose hidden states one forward computes
 
 
 class ModelsConfig(Settings):
@@ -187,34 +180,3 @@ def measure_tree(
     is_known = [models.t2d_V[one.token_ids].tolist() for one in decoded]
     drawn, facts = requests[0].params.temperature, {"language_of": "prompts", "by": "engine"}
     return tree_entry(tree, drawn, answers, is_known, **facts), answers
-
-
-def hooked_samples(
-    decoder: HookedDecoder,
-    prompts: PromptSet,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    track: Track,
-) -> Iterator[list[Sample]]:
-    """transformers' answers with their hidden states, in the prompts' order."""
-    asked = list(zip(prompts.prompts, prompts.prompt_ids, strict=True))
-    for first in range(0, len(asked), AT_ONCE):
-        part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []
-        for number, (prompt, ids) in enumerate(part):
-            answer = decoder.answer(ids, max_tokens, temperature, mixed_seed(seed, prompt.id))
-            rows.append([*ids, *answer])
-            masks.append(torch.arange(len(rows[-1])) >= len(ids))
-            track(first + number + 1, len(asked))
-        states = decoder.states(rows)
-        yield [
-            Sample(
-                prompt.id,
-                torch.tensor(row, dtype=torch.int32),
-                mask,
-                states.aux_hidden[b, : len(row)].cpu(),
-                states.last_hidden[b, : len(row)].cpu(),
-                prompt.source,
-            )
-            for b, ((prompt, _), row, mask) in enumerate(zip(part, rows, masks, strict=True))
-        ]

@@ -19,7 +19,7 @@ Letters: B samples, T the longest of them, H target hidden size, V target vocabu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,16 +222,16 @@ class TreeCounts:
 class AnswerWalks:
     """Counts of a head's trees, and of its chains of 1 to K drafts.
 
-    draft: for trees; head: for chains. t2d_V bool: in the draft vocabulary. num_draft_steps: K, 0
-    without chains. temperature: of answers drawn from the whole vocabulary; 0 for all others.
+    draft: for trees; head: for chains. t2d_V bool: in the draft vocabulary. num_draft_steps: K.
+    temperature: of answers drawn from the whole vocabulary; 0 for all others.
     """
 
     vocabulary: TargetVocabulary
     draft: Draft | None
-    head: Head | None
+    head: Head
     t2d_V: Tensor
     trees: Sequence[Speculation]
-    num_draft_steps: int = 0
+    num_draft_steps: int
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
@@ -247,7 +247,7 @@ class AnswerWalks:
         vocabulary: TargetVocabulary,
         head: Path,
         trees: Sequence[str],
-        num_draft_steps: int = 0,
+        num_draft_steps: int = 1,
         source: FeatureSource | None = None,
     ) -> AnswerWalks:
         """source: the features. Raises what reading a head raises, MismatchError for inputs of
@@ -281,12 +281,8 @@ class AnswerWalks:
         draft = Draft(config, arrays_of(tensors), matrices) if matrices else None
         device = vocabulary.lm_head.device
         tensors.setdefault(LM_HEAD, vocabulary.lm_head)
-        unrolled = head_of(config, tensors).to(device) if num_draft_steps else None
+        unrolled = head_of(config, tensors).to(device)
         return cls(vocabulary, draft, unrolled, tensors["t2d"], parsed, num_draft_steps)
-
-    def at(self, temperature: float) -> AnswerWalks:
-        """The same without counts, for another temperature."""
-        return replace(self, temperature=temperature)
 
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of the answers."""
@@ -294,8 +290,7 @@ class AnswerWalks:
             is_known = self.t2d_V[sample.token_ids.long()].tolist()
             spans = runs(sample.loss_mask.tolist())
             self.is_known += [is_known[first:end] for first, end in spans]
-        if self.by_length:
-            self._add_chains(samples, languages)
+        self._add_chains(samples, languages)
         for counts in self.counts:
             assert self.draft is not None
             walks = walk(self.draft, counts.tree, samples)
@@ -312,7 +307,6 @@ class AnswerWalks:
     def _add_chains(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         K, vocabulary = len(self.by_length), self.vocabulary
         batch = Batch.of(samples).to(str(vocabulary.lm_head.device))
-        assert self.head is not None
         for number, matches in matched_spans(self.head, vocabulary.embed_tokens, batch, K):
             sample, counts = samples[number], RoundCounts(K)
             for one in (counts, *self.by_length):
@@ -333,10 +327,6 @@ class AnswerWalks:
                 entry["expected_tau"] = 1 + counts.expected / max(entry["rounds"], 1)
             made.append(entry)
         return made
-
-    def answers(self) -> list[AnswerCounts]:
-        """The counts of each answer, of the chains or else of the first tree."""
-        return self.of_chain if self.by_length else self.counts[0].answers
 
     def measure(self, source: FeatureSource, chat: Chat, track: Track) -> dict[str, Any]:
         """eval.json's content for features; chat: to tell the answers' language. Raises

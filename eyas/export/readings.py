@@ -16,7 +16,6 @@ from eyas.model.dialects import EMBED_TOKENS, FLAGS, LAYER, LM_HEAD
 from eyas.operators.vocab import TargetVocabulary
 
 DECLARED = "as declared"
-LONGEST = 2048  # tokens, at which trainers cut conversations by default
 # median cosine of lm_head's rows and the target's rows that they started as; else it is near 0.2
 LEAST_ALIKE = 0.5
 ROWS_AT_ONCE = 1024
@@ -37,11 +36,9 @@ class HeadReading:
 
 
 def misreadings(
-    config: HeadConfig, tensors: HeadTensors, vocabulary: TargetVocabulary, why: bool = False
+    config: HeadConfig, tensors: HeadTensors, vocabulary: TargetVocabulary
 ) -> Iterator[HeadReading]:
-    """Other readings of layers, flags, rotary embedding, embeddings and d2t; why: also those that
-    leave the config as it is.
-    """
+    """Other readings of layers, flags, rotary embedding, embeddings and d2t."""
 
     def other(name: str, **changes: object) -> HeadReading:
         return HeadReading(name, config.model_copy(update=changes), tensors)
@@ -72,16 +69,13 @@ def misreadings(
     is_injective = len(set(ids_W.tolist())) == len(ids_W) and ids_W.min() >= 0
     if config.draft_vocab_size < config.vocab_size and is_injective:
         yield HeadReading("d2t as ids", config, tensors | mapped(tensors, ids_W))
-    if why:
-        yield other(f"a context cut at {LONGEST:,} tokens", sliding_window=LONGEST)
-        yield from other_files(config, tensors, vocabulary)
 
 
 def other_files(
     config: HeadConfig, tensors: HeadTensors, vocabulary: TargetVocabulary
 ) -> Iterator[HeadReading]:
-    """Misread tensors: the layer's two inputs swapped; d2t by the target's rows most like lm_head's
-    [W, H]; and the target's own rows, which engines take if draft_vocab_size is null.
+    """Tensors written otherwise: the layer's two inputs swapped; d2t by the target's rows most like
+    lm_head's [W, H]; the target's own rows, which engines take if draft_vocab_size is null.
     """
     names = [f"{LAYER}self_attn.{letter}_proj.weight" for letter in "qkv"]
     turned = {name: tensors[name].roll(config.hidden_size, dims=1) for name in names}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eyas.builtin import demo_prompts
 from eyas.chat import Chat
@@ -33,10 +32,9 @@ from eyas.errors import (
     MissingInputError,
     TemplateError,
 )
-from eyas.export.readings import DECLARED, LONGEST, HeadReading, misreadings
-from eyas.export.verdict import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
+from eyas.export.readings import DECLARED, HeadReading, misreadings, other_files
+from eyas.export.verdict import LEAST_TAU, MEANINGS, NUM_DRAFT_STEPS, ReadingScore
 from eyas.hub import resolve_head, resolve_target
-from eyas.language import language
 from eyas.log import Track, quiet, size_text
 from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import judged_head, open_checkpoint
@@ -54,7 +52,6 @@ from eyas.shards import Sample
 log = logging.getLogger(__name__)
 ReplayTarget = Target | HookedDecoder
 NUM_CONVERSATIONS = 32  # about 800 tokens of the built-in target's answers
-WHY_CONVERSATIONS = 64  # intervals that hold for all readings need more
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer prompts would take most of the time
 MOST_TOKENS = 2048  # of a conversation: hidden states of many layers must fit
@@ -66,13 +63,10 @@ ANSWERS_AT_ONCE = 8  # in one forward
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Tokens of a conversation [T], and which are the target's [T]. kind: the prompt's category,
-    source or language.
-    """
+    """Tokens of a conversation [T], and which are the target's [T]."""
 
     token_ids: list[int]
     mask: list[bool]
-    kind: str = ""
 
 
 def continued(
@@ -82,7 +76,7 @@ def continued(
     plain text, end tokens ignored. Raises MissingInputError, EmptyInputError, CorruptError.
     """
     tokenizer = TargetTokenizer(str(folder)).backend
-    texts = ("\n".join(turn["content"] for turn in turns) for turns, _ in conversations(text))
+    texts = ("\n".join(turn["content"] for turn in turns) for turns in conversations(text))
     prompts = [tokenizer.encode(one).ids for one in islice(texts, NUM_CONVERSATIONS)]
     short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
     return usable(decoded(target, short, True, track), text, "give other text")
@@ -94,7 +88,6 @@ def answered(
     text: Path,
     num_conversations: int = NUM_CONVERSATIONS,
     track: Track = quiet,
-    most_tokens: int = MOST_TOKENS,
 ) -> list[AnswerTokens]:
     """The first usable conversations of a file: with the assistant's last turn, or answered here.
 
@@ -103,26 +96,25 @@ def answered(
     """
     chat = Chat(folder)
     kept: list[AnswerTokens] = []
-    prompts: list[tuple[list[int], str]] = []
+    prompts: list[list[int]] = []
     refused: Counter[str] = Counter()
-    for messages, kind in islice(conversations(text), 4 * num_conversations):
+    for messages in islice(conversations(text), 4 * num_conversations):
         if len(kept) + len(prompts) == num_conversations:
             break
         try:
             if messages[-1]["role"] == "assistant":
                 prompt_ids, answer_ids = chat.answered(messages)
                 mask = [False] * len(prompt_ids) + [True] * len(answer_ids)
-                token_ids = (prompt_ids + answer_ids)[:most_tokens]
-                kept.append(AnswerTokens(token_ids, mask[:most_tokens], kind))
+                token_ids = (prompt_ids + answer_ids)[:MOST_TOKENS]
+                kept.append(AnswerTokens(token_ids, mask[:MOST_TOKENS]))
             elif len(prompt_ids := chat.prompt_ids(messages)) <= PROMPT_TOKENS:
-                prompts.append((prompt_ids, kind))
+                prompts.append(prompt_ids)
         except TemplateError as error:
             refused[error.what] += 1
     if refused:
         data = {"text": str(text), "reasons": dict(refused)}
         log.warning("conversations are left out", extra={"data": data})
-    made = decoded(target, [ids for ids, _ in prompts], track=track) if prompts else []
-    kept += [replace(one, kind=kind) for one, (_, kind) in zip(made, prompts, strict=True)]
+    kept += decoded(target, prompts, track=track) if prompts else []
     return usable(kept, text, "give prompts that fit its chat template")
 
 
@@ -156,8 +148,8 @@ def decoded(
     ]
 
 
-def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
-    """Messages and kind of each conversation. Raises MissingInputError, CorruptError."""
+def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
+    """The messages of each conversation. Raises MissingInputError, CorruptError."""
     if not text.is_file():
         raise MissingInputError(
             f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
@@ -167,7 +159,7 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
         with opened(text, "rt", encoding="utf-8-sig") as lines:
             for line in filter(str.strip, lines):
                 if not {".jsonl", ".json"} & {*text.suffixes}:
-                    yield [{"role": "user", "content": line.strip()}], language(line)
+                    yield [{"role": "user", "content": line.strip()}]
                     continue
                 try:
                     row = json.loads(line)
@@ -181,8 +173,7 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
                 except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
                     continue
                 if messages:
-                    kind = row.get("category") or row.get("source")
-                    yield messages, str(kind or language(messages[0]["content"]))
+                    yield messages
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptError(
             f"{text} is no text: {type(error).__name__}",
@@ -225,14 +216,13 @@ def replay(
     vocabulary: TargetVocabulary,
     answers: Sequence[AnswerTokens],
     track: Track = quiet,
-    why: bool = False,
 ) -> list[ReadingScore]:
-    """Every reading's acceptance: the best meaning, the other meanings, the best one's misreadings.
+    """Every reading's acceptance: the best meaning, the other meanings, the best one's misreadings;
+    if none drafts, also `other_files`, which take long with a large vocabulary.
 
     meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
-    why: as in `misreadings`.
     """
-    others_of = [list(misreadings(one.config, one.tensors, vocabulary, why)) for one in meanings]
+    others_of = [list(misreadings(one.config, one.tensors, vocabulary)) for one in meanings]
     ways = [*meanings, *chain.from_iterable(others_of)]
     layers = sorted({tap for way in ways for tap in way.config.taps})
     batches = batched(target, answers, layers)
@@ -245,6 +235,9 @@ def replay(
         is_meaning = reading.config in [one.config for one in meanings]
         if not is_meaning or reading.tensors is not meant.tensors:
             scores.append(acceptance(reading, batches, vocabulary))
+    if max(one.tau for one in scores) < LEAST_TAU:
+        more = other_files(meant.config, meant.tensors, vocabulary)
+        scores += [acceptance(one, batches, vocabulary) for one in more]
     return scores
 
 
@@ -262,16 +255,14 @@ def acceptance(
 ) -> ReadingScore:
     """A reading's score on the answers."""
     head = head_of(reading.config, reading.tensors)
-    score, known = ReadingScore(reading.name, [], reading.hint), list[Tensor]()
+    score = ReadingScore(reading.name, [], reading.hint)
     for batch in batches:
         spans_of_row = defaultdict[int, list[list[int]]](list)
         features = batch.features(reading.config.taps)
         for row, matches in matched_spans(head, vocabulary.embed_tokens, features, NUM_DRAFT_STEPS):
             spans_of_row[row].append(matches)
         score.answers.extend(spans_of_row.values())
-        score.kinds.extend(batch.answers[row].kind for row in spans_of_row)
-        known.append(head.t2d[features.tokens_BT[features.loss_mask_BT]])
-    return replace(score, covered=float(torch.cat(known).float().mean()))
+    return score
 
 
 def replay_head(
@@ -279,12 +270,11 @@ def replay_head(
     target: str | Path,
     text: Path | None = None,
     track: Track = quiet,
-    why: bool = False,
 ) -> tuple[list[ReadingScore], str]:
     """Scores of a head's readings, the declared one first; or none, and the reason.
 
-    text: as in `answered`; None is the packaged prompts, which need a chat template. why: as in
-    `replay`, on more and longer text. Raises what loading the target raises, and MissingInputError.
+    text: as in `answered`; None is the packaged prompts, which need a chat template. Raises what
+    loading the target raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -310,9 +300,7 @@ def replay_head(
     for way in ways:
         way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
     try:
-        limits = (WHY_CONVERSATIONS, 2 * LONGEST) if why else (NUM_CONVERSATIONS, MOST_TOKENS)
-        count, longest = limits
-        answers = answered(loaded, folder, text or demo_prompts(), count, track, longest)
+        answers = answered(loaded, folder, text or demo_prompts(), track=track)
     except (EmptyInputError, MismatchError) as fault:
         return [], fault.what
     except TemplateError as fault:
@@ -324,7 +312,7 @@ def replay_head(
             answers = continued(loaded, folder, text, track=track)
         except EmptyInputError as empty:
             return [], empty.what
-    return replay(ways, loaded, vocabulary, answers, track, why), ""
+    return replay(ways, loaded, vocabulary, answers, track), ""
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:

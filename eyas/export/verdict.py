@@ -1,31 +1,18 @@
-"""The verdict on a head: the lint's findings, settled by the readings' acceptance in the replay.
-
-Intervals of `why_findings` are over answers, paired, and hold for all readings together: a sound
-head raises a false alarm in one of 20 checks at most. Letters: N answers, R readings, C = R - 1.
-"""
+"""The verdict on a head: the lint's findings, settled by the readings' acceptance in the replay."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from statistics import NormalDist
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
 from eyas.export.check import CheckFinding, in_order, warning
-from eyas.tau import LEAST_ROWS, Interval, RoundCounts, expanded, tau_interval
+from eyas.tau import RoundCounts
 
 NUM_DRAFT_STEPS = 4
 MEANINGS = "; "  # separates names of combined meanings
-# of `why_findings`:
-CONFIDENCE = 0.95
-LEAST_JUMP = 1.02  # of tau, below the whole interval
-EDGES = (0, 16, 64, 256, 1024, 2**31)  # first tokens of the groups of places in an answer
-LEAST_PLACES = 100
-LEAST_COVERED = 0.9  # of tokens, by the draft vocabulary
 
 
 class Gain(NamedTuple):
@@ -50,32 +37,18 @@ LEAST_TAU = 1.3
 @dataclass(frozen=True, slots=True)
 class ReadingScore:
     """What a reading's chains of NUM_DRAFT_STEPS accepted. answers: of each the matches of its
-    spans, for `tau.RoundCounts.add_answer`.
-
-    hint: as in `readings.HeadReading`. kinds: of the answers' prompts. covered: share of the
-    answers' tokens in the draft vocabulary.
+    spans, for `tau.RoundCounts.add_answer`. hint: as in `readings.HeadReading`.
     """
 
     reading: str
     answers: list[list[list[int]]]
     hint: str = ""
-    kinds: list[str] = field(default_factory=list)
-    covered: float = 1.0
-
-    @property
-    def counts(self) -> list[RoundCounts]:
-        found = []
-        for spans in self.answers:
-            found.append(RoundCounts(NUM_DRAFT_STEPS))
-            for matches in spans:
-                found[-1].add_answer(matches)
-        return found
 
     @property
     def tau(self) -> float:
         total = RoundCounts(NUM_DRAFT_STEPS)
-        for counts in self.counts:
-            total.add(counts)
+        for matches in chain.from_iterable(self.answers):
+            total.add_answer(matches)
         return total.tau
 
     @property
@@ -107,16 +80,11 @@ class ReadingScore:
 
 
 def verdict(
-    findings: Sequence[CheckFinding],
-    replayed: Sequence[ReadingScore],
-    why: Sequence[CheckFinding] | None = None,
+    findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore]
 ) -> list[CheckFinding]:
-    """The lint's findings, settled by the replay, and the replay's (why: of `why_findings`); errors
-    first.
-    """
-    of_replay = list(reading_findings(replayed)) if why is None else why
+    """The lint's findings, settled by the replay, and the replay's; errors first."""
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
-    return in_order([*of_lint, *of_replay])
+    return in_order([*of_lint, *reading_findings(replayed)])
 
 
 def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFinding:
@@ -151,7 +119,7 @@ def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]
             f"read as {best.reading!r} the head accepts more than {declared.reading}: tau "
             f"{best.tau:.2f} against {declared.tau:.2f}, {gain.share:+.0%} drafts "
             f"({gain.standard_errors:.1f} standard errors)",
-            "correct config.json or the tensors; the table has all readings",
+            best.hint,
         )
     elif declared.tau < LEAST_TAU:
         yield warning(
@@ -159,104 +127,3 @@ def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]
             "reading and no better by others",
             "wrong weights, embeddings or target; or text that it was not trained for: give --text",
         )
-
-
-class Jump(NamedTuple):
-    """tau of another reading over the declared one's, with its interval."""
-
-    score: ReadingScore
-    ratio: float
-    interval: Interval
-
-
-def jumps(scores: Sequence[ReadingScore]) -> list[Jump]:
-    """The change of tau from the first reading to every other one: the delta method on ratios of
-    sums over answers, Student's t, and Bonferroni's bound for all readings together.
-    """
-    if len(scores) < 2:
-        return []
-    counts = [[(one.emitted, one.rounds) for one in score.counts] for score in scores]
-    sums_2RN = np.array(counts, dtype=float).transpose(2, 0, 1)
-    (emitted_RN, rounds_RN), (emitted_R, rounds_R) = sums_2RN, sums_2RN.sum(2)
-    log_tau_R, N = np.log(emitted_R / rounds_R), len(counts[0])
-    effect_RN = emitted_RN / emitted_R[:, None] - rounds_RN / rounds_R[:, None]
-    error_C = np.sqrt(((effect_RN[1:] - effect_RN[0]) ** 2).sum(1) * N / max(N - 1, 1))
-    together = expanded(1 - (1 - CONFIDENCE) / len(error_C), N)
-    bound_C = NormalDist().inv_cdf((1 + together) / 2) * error_C
-    change_C = log_tau_R[1:] - log_tau_R[0]
-    rows = np.exp([change_C, change_C - bound_C, change_C + bound_C]).T.tolist()
-    return [
-        Jump(score, ratio, (low, high))
-        for score, (ratio, low, high) in zip(scores[1:], rows, strict=True)
-    ]
-
-
-def named(scores: Sequence[ReadingScore]) -> list[Jump]:
-    """The reading that raises tau most, and those that do not differ from it significantly."""
-    if len(scores[0].answers) < LEAST_ROWS:
-        return []
-    found = sorted(jumps(scores), key=lambda one: -one.ratio)
-    gains = [one for one in found if one.interval[0] > LEAST_JUMP]
-    if not gains:
-        return []
-    best, *others = gains
-    rivals = jumps([best.score, *(one.score for one in others)])
-    pairs = zip(others, rivals, strict=True)
-    return [best, *(one for one, rival in pairs if rival.interval[1] >= 1)]
-
-
-def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
-    """The reading that explains a low tau, or that the head is sound and what it lacks."""
-    if not scores:
-        return
-    declared, found = scores[0], named(scores)
-    if len(declared.answers) < LEAST_ROWS:
-        what = f"{len(declared.answers)} answers are too few to say why"
-        yield warning(what, f"give --text with {LEAST_ROWS} prompts or more, better 50")
-        return
-    if found:
-        best, names = found[0], " or ".join(repr(one.score.reading) for one in found)
-        low, high = best.interval
-        yield CheckFinding(
-            "error",
-            f"why: read as {names}: tau {declared.tau:.2f} -> {best.score.tau:.2f}, "
-            f"{best.ratio:.2f} times ({low:.2f} to {high:.2f}, {CONFIDENCE:.0%} for the "
-            f"{len(scores) - 1} readings together)",
-            "; ".join(dict.fromkeys(one.score.hint for one in found)),
-        )
-        return
-    what = f"no other reading makes tau ({declared.tau:.2f}) jump"
-    if declared.tau < LEAST_TAU:
-        hint = "it is hardly trained, or for another target or other text: give --text of its own"
-        yield warning(f"the head drafts next to nothing of this text, and {what}", hint)
-    else:
-        hint = "it is read as it was trained; what it may lack follows"
-        yield CheckFinding("note", f"the head is sound: {what}", hint)
-    for what, hint in lacks(declared):
-        yield CheckFinding("note", what, hint)
-
-
-def lacks(declared: ReadingScore) -> Iterator[tuple[str, str]]:
-    """What a sound head may lack (vocabulary, kinds of text, long answers), and what to do."""
-    if declared.covered < LEAST_COVERED:
-        what = f"the draft vocabulary covers {declared.covered:.0%} of the answers' tokens"
-        yield what, "train with a larger draft_vocab_size, counted on answers like these"
-    counts, by_kind = declared.counts, []
-    for kind in sorted(set(declared.kinds)):
-        own = [one for one, of in zip(counts, declared.kinds, strict=True) if of == kind]
-        emitted, rounds = [one.emitted for one in own], [one.rounds for one in own]
-        if interval := tau_interval(emitted, rounds):
-            words = f"{sum(emitted) / sum(rounds):.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
-            by_kind.append(f"{words} {kind}")
-    if len(by_kind) > 1:
-        yield f"tau by kind: {'; '.join(sorted(by_kind))}", "train on more of the lowest kinds"
-    # the first draft only: it is judged at every place, even near the end
-    places = [(n, m > 0) for spans in declared.answers for one in spans for n, m in enumerate(one)]
-    by_place = []
-    for first, end in pairwise(EDGES):
-        judged = [is_accepted for n, is_accepted in places if first <= n < end]
-        if len(judged) >= LEAST_PLACES:
-            by_place.append(f"from {first + 1} {sum(judged) / len(judged):.0%}")
-    if len(by_place) > 1:
-        what = f"first drafts accepted, by token of the answer: {'; '.join(by_place)}"
-        yield what, "lower at the end: train on longer answers"

@@ -33,7 +33,7 @@ from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, Wor
 from eyas.features.marks import Mark
 from eyas.features.samples import CapturePlan, SamplePlan, forward_batches, plan_samples
 from eyas.features.state_proof import prove_by
-from eyas.features.states import StateFleet, start_commands
+from eyas.features.states import StateFleet, start_command
 from eyas.hub import PACKAGED, resolve_target
 from eyas.log import Track, quiet, size_text
 from eyas.model.architecture import TargetConfig
@@ -92,7 +92,7 @@ class CaptureConfig(Settings):
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")
     servers: Annotated[tuple[str, ...], Flag("--server")] = Field(
-        (), description="URL of a vLLM or SGLang server of hidden states"
+        (), description="URL of a vLLM server of hidden states"
     )
     client: FleetConfig = FleetConfig()
 
@@ -279,9 +279,9 @@ def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | Sta
     dtype = config.dtype_of(shape)
     decoder = HookedDecoder.load(task.folder, dtype, config.device_map)
     proof = prove_by(decoder, dtype, task.plan.samples)
-    commands = start_commands(task.folder, shape, dtype, proof.max_length)
+    command = start_command(task.folder, shape, dtype, proof.max_length)
     run = identity("capture", task.settings, {"answers": task.made})
-    return StateFleet(config.servers, config.client, decoder, proof, run, commands)
+    return StateFleet(config.servers, config.client, decoder, proof, run, command)
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:

@@ -64,11 +64,10 @@ def prove_by(decoder: HookedDecoder, dtype: str, plans: Sequence[SamplePlan]) ->
 def compare(
     proof: StateProof,
     streams: Sequence[Tensor],
-    expected_layers: Sequence[int],
     finished: Callable[[Tensor], HiddenStates],
 ) -> None:
     """Compare a server's streams [T, S, H] of the proof's samples, and of the longest a second
-    time, with ours. expected_layers: of each stream. finished: makes HiddenStates of streams.
+    time, with ours. finished: makes HiddenStates of streams.
     Raises RequestFailure.
     """
     if (dtype := streams[0].dtype) != proof.dtype:
@@ -78,7 +77,7 @@ def compare(
         )
     layers_LTH = proof.layers_LTH.float()
     T, sizes = layers_LTH.shape[1], layers_LTH.norm(dim=-1) + 1e-6
-    for number, layer in enumerate(expected_layers):
+    for number, layer in enumerate(stream_layers(proof.shape)):
         stream_TH = streams[0][:T, number].float()
         errors = ((layers_LTH - stream_TH).norm(dim=-1) / sizes).median(dim=-1).values
         nearest = int(errors.argmin())
@@ -112,10 +111,9 @@ def compare(
             )
 
 
-def stream_layers(shape: TargetShape, is_vllm: bool) -> tuple[int, int, int, int]:
+def stream_layers(shape: TargetShape) -> tuple[int, int, int, int]:
     """The layers (0-based) whose outputs the four streams are."""
-    last = shape.num_hidden_layers - 1
-    return (*shape.default_taps, last if is_vllm else last - 1)
+    return (*shape.default_taps, shape.num_hidden_layers - 1)
 
 
 def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:

@@ -1,7 +1,7 @@
-"""Hidden states from servers that run the target, compared with ours first (state_proof).
+"""Hidden states from vLLM servers that run the target, compared with ours first (state_proof).
 
-    vLLM     a file per request in a shared folder; streams: three taps, the final norm's input
-    SGLang   numbers in the answer; streams: three taps, the last layer's input
+A server writes a file per request into a shared folder, with four streams: the three taps and the
+final norm's input. For targets that vLLM runs faster than transformers, e.g. in FP8.
 
 Letters: T tokens of a sample, S the four streams, H the target's hidden size.
 """
@@ -21,9 +21,8 @@ import socket
 from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
@@ -44,10 +43,10 @@ from eyas.features.state_proof import (
     unfit,
 )
 from eyas.model.config import TargetShape
-from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder, Tail
+from eyas.operators.decoder import TOLERANCE, FinalNorm, HiddenStates, HookedDecoder
 from eyas.shards import Sample
 
-ROOM_VLLM, ROOM_SGLANG = 1, 7  # tokens of the answer, and those that SGLang reserves
+ANSWER_TOKENS = 1  # a request needs an answer
 LOCK_POLL_S = 0.01
 FOLDER = "/dev/shm/eyas-states"  # in memory
 CONNECTOR = Path(__file__).with_name("vllm")  # goes on vLLM's PYTHONPATH
@@ -59,14 +58,15 @@ class StateReply(NamedTuple):
 
 
 class StateServer(FleetServer[StateRequest, StateReply]):
-    """A vLLM or SGLang server; what lies between its last stream and lm_head is computed here."""
+    """A vLLM server. final_norm: of HookedDecoder, for its last stream. run: names requests and
+    files.
+    """
 
     def __init__(
-        self, url: str, config: FleetConfig, proof: StateProof, tails: Sequence[Tail], run: str
+        self, url: str, config: FleetConfig, proof: StateProof, final_norm: FinalNorm, run: str
     ) -> None:
-        """tails: of HookedDecoder. run: names requests and files."""
         super().__init__(url, config)
-        self._proof, self._tails = proof, tails
+        self._proof, self._final_norm = proof, final_norm
         # several servers and processes may share a folder, e.g. the ranks of a run
         hashes = (hashlib.sha256(text.encode()).hexdigest() for text in (url, socket.gethostname()))
         machine = "-".join(["eyas", run[:12], *(one[:6] for one in hashes)])
@@ -74,20 +74,15 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         self._of_machine = re.compile(rf".*{machine}-(\d+)-.*\.safetensors(\.lock)?")
         self._numbers, self._folder = itertools.count(), Path()
 
-    @property
-    def _is_vllm(self) -> bool:
-        return self.engine.startswith("vllm")
-
     async def check(self) -> None:
         card = await self.describe()
-        if self.engine.split()[0] not in ("vllm", "sglang"):
-            raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
-        left = ROOM_VLLM if self._is_vllm else ROOM_SGLANG
-        room, needed = card.get("max_model_len"), self._proof.max_length + left
+        if self.engine.split()[0] != "vllm":
+            raise unfit(f"is {self.engine}, and only vLLM gives hidden states")
+        room, needed = card.get("max_model_len"), self._proof.max_length + ANSWER_TOKENS
         if isinstance(room, int) and room < needed:
             raise unfit(
-                f"holds {room} tokens a request; the longest sample and the {left} that it keeps "
-                f"for an answer are {needed}: start it with room for them"
+                f"holds {room} tokens a request; the longest sample and a token of answer are "
+                f"{needed}: start it with room for them"
             )
         with refused_is_unfit("hidden states"):
             # at the same time, so that they share steps; then the longest from its prefix cache
@@ -100,8 +95,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                     raise failure
             streams = [one for one in replies if isinstance(one, Tensor)]
             streams.append(await self._streams(asked[-1].token_ids))
-        layers = stream_layers(self._proof.shape, self._is_vllm)
-        compare(self._proof, streams, layers, self._finished)
+        compare(self._proof, streams, self._finished)
 
     async def reply(self, request: StateRequest) -> StateReply:
         streams_TSH = await self._streams(request.token_ids)
@@ -124,14 +118,12 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                     path.unlink(missing_ok=True)
 
     def _finished(self, streams_TSH: Tensor) -> HiddenStates:
-        tail = self._tails[0 if self._is_vllm else 1]
-        last_hidden = tail(streams_TSH[:, 3]).to("cpu", streams_TSH.dtype)
+        last_hidden = self._final_norm(streams_TSH[:, 3]).to("cpu", streams_TSH.dtype)
         return HiddenStates(streams_TSH[:, :3].flatten(1), last_hidden)
 
     async def _streams(self, token_ids: Sequence[int]) -> Tensor:
         """[T, S, H] in the server's dtype."""
-        ask = self._from_vllm if self._is_vllm else self._from_sglang
-        streams_TSH = await ask(token_ids)
+        streams_TSH = await self._read(token_ids)
         T, S, H = streams_TSH.shape
         if S != NUM_STREAMS or self._proof.shape.hidden_size != H:
             raise unfit(
@@ -139,15 +131,12 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                 f"{self._proof.shape.hidden_size} are wanted: see its layer ids and its model"
             )
         if len(token_ids) != T:
-            raise unfit(
-                f"gives states of {T} of {len(token_ids)} tokens: what it has cached or cut is "
-                "missing (SGLang: start it with --disable-radix-cache)"
-            )
+            raise unfit(f"gives states of {T} of {len(token_ids)} tokens: cached ones are missing")
         if streams_TSH.dtype not in TOLERANCE or not bool(streams_TSH.isfinite().all()):
             raise unfit(f"gives {name_of(streams_TSH.dtype)} or numbers that are not finite")
         return streams_TSH
 
-    async def _from_vllm(self, token_ids: Sequence[int]) -> Tensor:
+    async def _read(self, token_ids: Sequence[int]) -> Tensor:
         name = f"{self._run}-{next(self._numbers)}"
         body = {
             "model": self.model,
@@ -209,39 +198,6 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         # not mapped: the file is deleted at once
         return await asyncio.to_thread(lambda: load_safetensors(path.read_bytes()))
 
-    async def _from_sglang(self, token_ids: Sequence[int]) -> Tensor:
-        body = {
-            "input_ids": list(token_ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_hidden_states": True,
-        }
-        content = await self.post(f"{self.url}/generate", body)
-        wanted = self._proof.shape.hidden_size, self._proof.dtype
-        return await asyncio.to_thread(sglang_streams, content, *wanted)
-
-
-def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tensor:
-    """[T, S, H] from an answer of /generate, whose `meta_info.hidden_states` lists chunks of the
-    prompt (lists of rows) and rows of generated tokens. The dtype is `wanted` if it holds every
-    number exactly, else float32. Raises RequestFailure.
-    """
-    try:
-        parts = content["meta_info"].get("hidden_states")
-        rows = [row for part in parts or () if part and isinstance(part[0], list) for row in part]
-        numbers = torch.tensor(rows, dtype=torch.float32)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RequestFailure("broken", "answers what is no hidden states") from error
-    if not rows:
-        raise unfit("answers without hidden states: it runs without the options for them")
-    if numbers.dim() != 2 or numbers.shape[1] % hidden_size:
-        raise unfit(
-            f"gives {numbers.shape[-1]} numbers a token, no multiple of the hidden size "
-            f"{hidden_size}: it serves another model"
-        )
-    exact = numbers.to(wanted)
-    streams = exact if bool((exact.float() == numbers).all()) else numbers
-    return streams.view(len(rows), -1, hidden_size)
-
 
 class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
     """Servers as a source of samples, each computed alone."""
@@ -253,16 +209,16 @@ class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
         decoder: HookedDecoder,
         proof: StateProof,
         run: str,
-        commands: str,
+        command: str,
     ) -> None:
-        """Check and prove all servers. decoder: gives up its last layers to finish states."""
+        """Check and prove all servers. decoder: gives up its layers."""
         self.lm_head_sha256, self._here = decoder.lm_head_sha256, implementation(decoder)
         self._numbers = itertools.count()
         self._ready: dict[str, HiddenStates] = {}
         self._unwanted: set[str] = set()  # asked for by an iterator that was closed
-        tails = decoder.tails()
-        servers = [StateServer(url, config, proof, tails, run) for url in server_urls(urls)]
-        super().__init__(servers, config, commands, commands)
+        given = config, proof, decoder.final_norm(), run
+        servers = [StateServer(url, *given) for url in server_urls(urls)]
+        super().__init__(servers, config, command, command)
         for one in servers:
             one.sweep()
 
@@ -312,7 +268,7 @@ def vllm_arguments(
     target: str, shape: TargetShape, dtype: str, length: int, folder: str = FOLDER
 ) -> list[str]:
     """Of `vllm serve`. length: tokens of the longest sample. folder: for the states."""
-    ids = [layer + 1 for layer in stream_layers(shape, is_vllm=True)]  # vLLM: 0 is the embeddings
+    ids = [layer + 1 for layer in stream_layers(shape)]  # 0: the embeddings
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -326,34 +282,23 @@ def vllm_arguments(
     }
     options = {
         "dtype": dtype,
-        "max-model-len": str(length + ROOM_VLLM),
+        "max-model-len": str(length + ANSWER_TOKENS),
         "speculative-config": json.dumps(speculative),
         "kv-transfer-config": json.dumps(transfer),
     }
     return [target, *itertools.chain(*((f"--{name}", value) for name, value in options.items()))]
 
 
-def states_command(
-    engine: Literal["sglang", "vllm"], target: str, shape: TargetShape, dtype: str, length: int
-) -> list[str]:
+def states_command(target: str, shape: TargetShape, dtype: str, length: int) -> list[str]:
     """Starts a server of states. length: tokens of the longest sample."""
-    if engine == "vllm":
-        words = ["env", f"PYTHONPATH={CONNECTOR}", "vllm", "serve"]
-        return [*words, *vllm_arguments(target, shape, dtype, length)]
-    return [
-        *("python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype),
-        *("--context-length", str(length + ROOM_SGLANG), "--chunked-prefill-size", "-1"),
-        *("--disable-radix-cache", "--enable-return-aux-hidden-states"),
-        *("--speculative-algorithm", "EAGLE3", "--return-aux-hidden-state-layer-ids"),
-        *map(str, stream_layers(shape, is_vllm=False)),
-    ]
+    words = ["env", f"PYTHONPATH={CONNECTOR}", "vllm", "serve"]
+    return [*words, *vllm_arguments(target, shape, dtype, length)]
 
 
-def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
-    """`states_command` of both engines, as a hint."""
-    vllm = shlex.join(states_command("vllm", target, shape, dtype, length))
-    sglang = shlex.join(states_command("sglang", target, shape, dtype, length))
+def start_command(target: str, shape: TargetShape, dtype: str, length: int) -> str:
+    """`states_command`, as a hint."""
+    command = shlex.join(states_command(target, shape, dtype, length))
     return (
-        f"start one as follows (vLLM's files of states lie in {FOLDER}, which this process must "
-        f"see at the same path):\n  {vllm}\nor, without files, for Llama and Qwen:\n  {sglang}"
+        f"start one as follows (its files of states lie in {FOLDER}, which this process must see "
+        f"at the same path):\n  {command}"
     )

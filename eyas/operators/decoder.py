@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from eyas.operators.foreign import (
 from eyas.operators.tensors import arrays_of, tensor_of
 from eyas.operators.vocab import capped
 
-Tail = Callable[[Tensor], Tensor]
+FinalNorm = Callable[[Tensor], Tensor]
 NO_STREAM = (
     "a head reads what the layers pass on, which cannot be told of this model: take another target"
 )
@@ -158,21 +157,12 @@ class HookedDecoder:
 
     @torch.inference_mode()
     def answer(
-        self,
-        prompt_ids: Sequence[int],
-        max_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
-        ignore_eos: bool = False,
+        self, prompt_ids: Sequence[int], max_tokens: int, ignore_eos: bool = False
     ) -> list[int]:
-        """The model's answer with its end token: greedy, or drawn from the whole vocabulary. Raises
-        MismatchError if it fails.
-        """
+        """The model's greedy answer with its end token. Raises MismatchError if it fails."""
         ends = () if ignore_eos else self.shape.eos_token_ids
-        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         how = GenerationConfig(
-            **(sampling if temperature > 0 else {}),
-            do_sample=temperature > 0,
+            do_sample=False,
             max_new_tokens=max_tokens,
             eos_token_id=list(ends) or None,
             pad_token_id=0,
@@ -181,17 +171,15 @@ class HookedDecoder:
         # the checkpoint's own settings, such as a penalty, would fill in what is left open
         self._model.generation_config = GenerationConfig()
         tokens_BT = torch.tensor([list(prompt_ids)], device=self._device)
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            try:
-                whole_BT = self._model.generate(
-                    tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
-                )
-            except FAULTS as error:
-                raise MismatchError(
-                    f"{type(self._model).__name__} does not answer: {first_line(error)}",
-                    "let a server answer: `eyas generate --server URL`, then `eyas capture`",
-                ) from error
+        try:
+            whole_BT = self._model.generate(
+                tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
+            )
+        except FAULTS as error:
+            raise MismatchError(
+                f"{type(self._model).__name__} does not answer: {first_line(error)}",
+                "let a server answer: `eyas generate --server URL`, then `eyas capture`",
+            ) from error
         answer_ids: list[int] = whole_BT[0, len(prompt_ids) :].tolist()
         return answer_ids
 
@@ -201,31 +189,13 @@ class HookedDecoder:
         states, _ = self._forward(torch.tensor([list(tokens)]), taps=every, use_cache=False)
         return states.aux_hidden.view(T, len(every), -1).transpose(0, 1)
 
-    def tails(self) -> tuple[Tail, Tail]:
-        """The final norm, and the last layer with it: functions from one sample's residual stream
-        [T, H] to last_hidden [T, H]. Ends this decoder, whose other layers are freed. Raises
-        MismatchError if more than one module is between the layers and lm_head.
+    def final_norm(self) -> FinalNorm:
+        """From one sample's residual stream [T, H] to last_hidden [T, H]. Ends this decoder, whose
+        layers are freed. Raises MismatchError if several modules are between layers and lm_head.
         """
-        last, final = self._layers[-1], self._final_module()
-        del self._layers[:-1]  # the model's own list: it calls the last layer alone from now on
-        one_at_a_time = Lock()  # several servers' threads call it
-        norm = torch.inference_mode()(lambda hidden_TH: final(hidden_TH.to(self._device)))
-
-        def finish(hidden_TH: Tensor) -> Tensor:
-            def enter(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-                given = hidden_TH[None].to(self._device)
-                rest = {**named, "hidden_states": given} if not args else named
-                return ((given, *args[1:]) if args else args), rest
-
-            with one_at_a_time:
-                handle = last.register_forward_pre_hook(enter, with_kwargs=True)
-                try:
-                    tokens = torch.zeros(1, len(hidden_TH), dtype=torch.long)
-                    return self._forward(tokens, taps=(), use_cache=False)[0].last_hidden[0]
-                finally:
-                    handle.remove()
-
-        return norm, finish
+        final = self._final_module()
+        del self._layers[:]  # the model's own list
+        return torch.inference_mode()(lambda hidden_TH: final(hidden_TH.to(self._device)))
 
     def _final_module(self) -> nn.Module:
         """The module between the last layer and lm_head. Raises MismatchError."""
