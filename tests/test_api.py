@@ -314,6 +314,7 @@ class TestErrors:
             ([MESSAGES, [{"role": "poet", "content": "x"}]], {}, ("prompts[1]: ", "role")),
             (["x"], {"stream": True}, ("stream=True is for one prompt", "one by one")),
             ([{"role": "user"}], {}, ("no content",)),
+            ({"role": "user", "content": "x"}, {}, ("the prompt is a dict",)),
         ],
     )
     def test_one_clear_error(self, llm, prompt, options, words):

@@ -164,6 +164,8 @@ class TestConfig:
             ("sample: {}", {"overrides": ["lr"]}, "FIELD=VALUE"),
             ("sample: {}", {"overrides": ["lr=[1"]}, "not YAML"),
             ("sample: {", {}, "not YAML"),
+            ("sample: fast", {}, "'sample' is no section"),
+            ("sample:\n  lr: 1\n  lr: 2", {}, "'lr' stands twice"),
             ("- 1", {}, "no sections"),
             ("train: {}", {}, "(?s)no section 'sample'.*train"),
             # as `--start` beside a run file's `start: smollm2`
@@ -465,7 +467,16 @@ class TestRunFiles:
 
     @pytest.mark.parametrize(
         ("changed", "words"),
-        [({"capture": {"target": "c"}}, r"capture\.target"), ({"trian": {}}, "trian")],
+        [
+            ({"capture": {"target": "c"}}, r"capture\.target"),
+            ({"trian": {}}, r"trian: no such field, did you mean train\?\n.*; fields: target"),
+            ({"epochs": 3}, r"epochs: no such field, did you mean train\.epochs\?"),
+            (
+                {"prompts": {"sources": [{"path": "a", "license": "MIT"}]}},
+                r"sources\.0\.license: no such field, did you mean licence\?"
+                r"\n.* fields of prompts\.sources: path, name, licence",
+            ),
+        ],
     )
     def test_what_contradicts_itself_is_named(self, changed, words):
         with pytest.raises(ConfigError, match=words):

@@ -86,7 +86,8 @@ def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
     except IsADirectoryError as error:
         raise InputError(f"{url} is a folder", "give a file of JSON lines in it") from error
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
+        what = "give whole JSON lines in UTF-8, packed by gzip or not"
+        raise CorruptError(f"{url} cannot be read: {error}", what) from error
 
 
 def task_of(row: Any, number: int, url: str) -> Task:

@@ -58,6 +58,19 @@ def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
         print(json.dumps(facts))
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML itself forbids a key that stands twice; PyYAML takes the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key!r} stands twice", problem_mark=node.value[number][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def read_run_file(path: Path) -> dict[str, Any]:
     """A YAML file as a dict. Raises MissingInputError, ConfigError."""
     if not path.is_file():
@@ -65,7 +78,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
             f"no run file at {path}", "check the path; runs/ in the repository has examples"
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}", "correct the file") from error
     if not isinstance(content, dict):
@@ -128,6 +141,9 @@ class StageOptions:
         if stage not in content:
             what = f"{self.run_file} has no section {stage!r}"
             raise ConfigError(what, f"it has: {', '.join(content)}")
+        if not isinstance(content[stage] or {}, dict):
+            what = f"{self.run_file}: {stage!r} is no section"
+            raise ConfigError(what, "write its fields below it, as FIELD: VALUE")
         return content[stage] or {}
 
     def config(self, kind: type[ConfigT], stage: str, **options: Any) -> ConfigT:

@@ -260,6 +260,11 @@ def _make(
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
         "placeholders": ledger.placeholders(),
+        "unrefused": [
+            f"{one.label}: no request refuses by {one.log.opt_out}: check the path"
+            for one in config.sources
+            if one.log and one.log.opt_out and not ledger.refused(one.label)
+        ],
         "record": config.record,
     }
     return output.finish("prompts", settings, inputs, counts, facts=facts)
