@@ -115,7 +115,7 @@ class Artifact:
                 what = "is no output of a stage" if self.exists("") else "does not exist"
                 raise MissingInputError(
                     f"the artifact {self.url} {'is unfinished' if self.exists(IDENTITY) else what}",
-                    f"run {f'`eyas {stage}`' if stage else 'its stage'}, and give the output",
+                    f"give the output of `eyas {stage or 'STAGE'}`, run to its end",
                 )
             digest = self._bytes(DONE).decode(errors="replace").strip()
             text = self._bytes(MANIFEST) if self.exists(MANIFEST) else b""

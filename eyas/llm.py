@@ -258,7 +258,7 @@ class LLM:
 
         messages: what a user says; a conversation in OpenAI's form; or a list of either, answered
         together in order, under a bar on stderr (progress). stream: yield the answer's chunks;
-        closing the iterator ends the answer. For several answers to a prompt, repeat it in a list.
+        closing the iterator ends the answer.
 
         Raises InputError for a prompt or an option that does not fit, before any prompt is
         answered; EyasError when the engine fails.

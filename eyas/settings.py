@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -36,40 +35,23 @@ def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> Con
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        wrong = "; ".join(_in_words(kind, item) for item in error.errors())
-        beside, named = _section(kind, error.errors()[0]["loc"])
+        wrong = [_in_words(kind, item) for item in error.errors()]
         raise ConfigError(
-            f"{where} does not fit: {wrong}",
-            "change the field in the run file, by --set or as an argument; fields"
-            f"{named and f' of {named}'}: {', '.join(beside.model_fields)}",
+            f"{where} does not fit: " + "; ".join(one for one, _ in wrong),
+            f"change the field in the run file, by --set or as an argument; {wrong[0][1]}",
         ) from error
 
 
-def _in_words(kind: type[BaseModel], item: Any) -> str:
-    """What is wrong with a field, and what a misspelt or misplaced one may mean."""
-    place, says = ".".join(map(str, item["loc"])), str(item["msg"])
-    if item["type"] == "extra_forbidden":
-        name, fields = str(item["loc"][-1]), _section(kind, item["loc"])[0].model_fields
-        inner = {one: _config(found.annotation) for one, found in fields.items()}
-        like = difflib.get_close_matches(name, fields, 1)
-        like += [f"{one}.{name}" for one, at in inner.items() if at and name in at.model_fields]
-        says = "no such field" + (f", did you mean {like[0]}?" if like else "")
-    return f"{place}: {says}" if place else says
-
-
-def _section(kind: type[BaseModel], path: Sequence[int | str]) -> tuple[type[BaseModel], str]:
-    """The config that holds the field at a path, and its name."""
-    named = ""
-    for name in map(str, path[:-1]):
-        found = kind.model_fields.get(name)
-        if found and (inner := _config(found.annotation)):
-            kind, named = inner, f"{named}.{name}".lstrip(".")
-    return kind, named
-
-
-def _config(annotation: Any) -> type[BaseModel] | None:
-    """The config that a field, or an item of it, is."""
-    kinds = (annotation, *get_args(annotation))
-    return next(
-        (one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None
-    )
+def _in_words(kind: type[BaseModel], item: Any) -> tuple[str, str]:
+    """What is wrong with a field, and which fields are known there."""
+    *above, last = map(str, item["loc"] or ("",))
+    section = ""
+    for name in above:  # numbers of items and names in a dict are no fields
+        kinds = get_args(field.annotation) if (field := kind.model_fields.get(name)) else ()
+        for one in (field and field.annotation, *kinds):
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                kind, section = one, f"{section}.{name}".strip(".")
+                break
+    says = "no such field" if item["type"] == "extra_forbidden" else item["msg"]
+    fields = f"fields{section and f' of {section}'}: {', '.join(kind.model_fields)}"
+    return ": ".join(filter(None, (".".join((*above, last)), says))), fields

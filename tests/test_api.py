@@ -408,8 +408,6 @@ class TestStages:
         assert found.tau > 1
 
     def test_settings_that_do_not_fit(self, features):
-        with pytest.raises(ConfigError, match=r"epoch.*\n  -> .*fields: .*epochs"):
-            eyas.train(features / "features", target=features / "target", epoch=2)
         with pytest.raises(ConfigError, match="speculation is 'round'"):
             eyas.evaluate("builtin", ["user"], trees=["round"])
         with pytest.raises(ConfigError, match=r"output.*Field required"):

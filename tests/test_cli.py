@@ -153,7 +153,7 @@ class TestConfig:
         ("text", "given", "words"),
         [
             ("sample: {lr: fast, inner: {depth: y}}", {}, "sample .*lr: .*; inner.depth: "),
-            ("sample: {speed: 1}", {}, "(?s)speed.*lr, names, inner"),
+            ("sample: {speed: 1}", {}, "(?s)speed: no such field.*lr, names, inner"),
             ("sample: {}", {"overrides": ["inner.depth=deep"]}, r"inner\.depth"),
             ("sample: {lr: 1}", {"overrides": ["lr.x=1"]}, r"--set lr\.x: lr is a value"),
             (
@@ -164,7 +164,7 @@ class TestConfig:
             ("sample: {}", {"overrides": ["lr"]}, "FIELD=VALUE"),
             ("sample: {}", {"overrides": ["lr=[1"]}, "not YAML"),
             ("sample: {", {}, "not YAML"),
-            ("sample: fast", {}, "'sample' is no section"),
+            ("sample: fast", {}, "no section 'sample' with fields"),
             ("sample:\n  lr: 1\n  lr: 2", {}, "'lr' stands twice"),
             ("- 1", {}, "no sections"),
             ("train: {}", {}, "(?s)no section 'sample'.*train"),
@@ -469,12 +469,10 @@ class TestRunFiles:
         ("changed", "words"),
         [
             ({"capture": {"target": "c"}}, r"capture\.target"),
-            ({"trian": {}}, r"trian: no such field, did you mean train\?\n.*; fields: target"),
-            ({"epochs": 3}, r"epochs: no such field, did you mean train\.epochs\?"),
+            ({"trian": {}}, r"trian: no such field\n.*; fields: target"),
             (
                 {"prompts": {"sources": [{"path": "a", "license": "MIT"}]}},
-                r"sources\.0\.license: no such field, did you mean licence\?"
-                r"\n.* fields of prompts\.sources: path, name, licence",
+                r"sources\.0\.license: no such field\n.* fields of prompts\.sources: path, name, licence",
             ),
         ],
     )

@@ -59,15 +59,15 @@ def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML itself forbids a key that stands twice; PyYAML takes the last one silently."""
+    """Without keys that stand twice, of which PyYAML takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for number, key in enumerate(keys):
-            if key in keys[:number]:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key!r} stands twice", problem_mark=node.value[number][0].start_mark
-                )
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                what = f"{key.value!r} stands twice"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -138,13 +138,11 @@ class StageOptions:
         if self.run_file is None:
             return {}
         content = read_run_file(self.run_file)
-        if stage not in content:
-            what = f"{self.run_file} has no section {stage!r}"
+        section = content.get(stage, "")
+        if not isinstance(section, dict | None):
+            what = f"{self.run_file} has no section {stage!r} with fields"
             raise ConfigError(what, f"it has: {', '.join(content)}")
-        if not isinstance(content[stage] or {}, dict):
-            what = f"{self.run_file}: {stage!r} is no section"
-            raise ConfigError(what, "write its fields below it, as FIELD: VALUE")
-        return content[stage] or {}
+        return section or {}
 
     def config(self, kind: type[ConfigT], stage: str, **options: Any) -> ConfigT:
         """A stage's config: section of the run file, `--set`, `options` by path (None: not given),

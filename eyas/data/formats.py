@@ -342,8 +342,8 @@ def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:
     head = stream.peek(LOOK)[:LOOK]
     if ARCHIVE.match(head):
         raise InputError(
-            f"{public_url(file.url)} is an archive or a workbook (zip, tar, xlsx)",
-            "unpack it, or export the sheet as CSV, and give the files or their folder",
+            f"{public_url(file.url)} is an archive (zip, tar, xlsx)",
+            "unpack it and give the folder, or save the sheet as CSV",
         )
     found = format_of(head, name, is_log)
     if found.name == JSON_LINES and (command := _splitting_command(head)):

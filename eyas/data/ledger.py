@@ -251,10 +251,6 @@ class Ledger:
                 )
         return lines
 
-    def refused(self, source: str) -> int:
-        """Requests of a log that no consent covers."""
-        return self._sources[source].dropped["consent"]
-
     def placeholders(self) -> list[str]:
         """A line for each source with prompts whose publisher replaced names."""
         counts = ((name, one.placeholders) for name, one in self._sources.items())
