@@ -210,7 +210,7 @@ def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path, monkeypat
     for stated, expected in (({}, share), ({"OMP_NUM_THREADS": "1"}, None)):
         with subprocess.Popen(["sleep", "60"], env={**env, **stated}) as launcher:
             monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
-            while not Path(f"/proc/{launcher.pid}/environ").read_bytes():  # empty until the kernel has set up its stack
+            while not Path(f"/proc/{launcher.pid}/environ").read_bytes():  # empty at first
                 pass
             assert threads_of_rank() == expected
             launcher.kill()
