@@ -471,7 +471,7 @@ class TestRunFiles:
             ({"trian": {}}, r"trian: no such field\n.*; fields: target"),
             (
                 {"prompts": {"sources": [{"license": ""}]}},
-                r"0\.license: no .* of prompts\.sources: path",
+                r"(?s)0\.license: no .* of prompts\.sources: path",
             ),
         ],
     )
