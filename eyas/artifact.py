@@ -112,9 +112,10 @@ class Artifact:
         """
         if self._manifest is None:
             if not self.is_done():
-                what = "is unfinished" if self.exists("") else "does not exist"
+                what = "is no output of a stage" if self.exists("") else "does not exist"
                 raise MissingInputError(
-                    f"the artifact {self.url} {what}", "run the stage that makes it first (again)"
+                    f"the artifact {self.url} {'is unfinished' if self.exists(IDENTITY) else what}",
+                    f"give the output of `eyas {stage or 'STAGE'}`, run to its end",
                 )
             digest = self._bytes(DONE).decode(errors="replace").strip()
             text = self._bytes(MANIFEST) if self.exists(MANIFEST) else b""

@@ -43,20 +43,6 @@ class WorkerTask(Protocol):
     def ready(self) -> Callable[[Any], Any]: ...
 
 
-class Executor(Protocol):
-    """Runs one task; a context manager."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, or one for a job
-        that every worker dies of.
-        """
-        ...
-
-
 class Worker:
     """A task, built at its first job. An EyasError is returned, so that it reaches the parent."""
 
@@ -128,6 +114,9 @@ class LocalExecutor:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
+        """Results in the order of the jobs. Raises the first EyasError of a job, or one for a job
+        that every worker dies of.
+        """
         waiting = iter(jobs)
         first = list(itertools.islice(waiting, 2))
         every = itertools.chain(first, waiting)
@@ -245,6 +234,9 @@ class RayExecutor:
         begun = (actor.perform.remote(job) for job, actor in zip(jobs, actors, strict=False))
         ended = (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError)
         return _in_order(begun, self._ray.get, self._workers * IN_FLIGHT, ended)
+
+
+Executor = LocalExecutor | RayExecutor
 
 
 def open_executor(place: Place, task: WorkerTask, workers: int) -> Executor:

@@ -258,12 +258,12 @@ class LLM:
 
         messages: what a user says; a conversation in OpenAI's form; or a list of either, answered
         together in order, under a bar on stderr (progress). stream: yield the answer's chunks;
-        closing the iterator ends the answer. For several answers to a prompt, repeat it in a list.
+        closing the iterator ends the answer.
 
         Raises InputError for a prompt or an option that does not fit, before any prompt is
         answered; EyasError when the engine fails.
         """
-        is_one = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
+        is_one = _is_one(messages, Mapping)
         turns = [
             [{"role": "user", "content": one}] if isinstance(one, str) else one
             for one in ([messages] if is_one else messages)
@@ -311,7 +311,7 @@ class LLM:
         """As `chat`, without the chat template: the model continues a text or token ids. The
         answer's text is what it adds.
         """
-        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        is_one = _is_one(prompts, int)
         bodies = [{"prompt": one, **options} for one in ([prompts] if is_one else prompts)]
         return self._ask(TextRequest, bodies, is_one, stream, progress)
 
@@ -385,6 +385,13 @@ class LLM:
         except BaseException:
             future.cancel()
             raise
+
+
+def _is_one(given: Any, part: type) -> bool:
+    """Whether this is one prompt: a text, or a list of `part`s. Raises InputError for no list."""
+    if not isinstance(given, Sequence):
+        raise InputError(f"the prompt is a {type(given).__name__}", "give a text or a list")
+    return isinstance(given, str) or (bool(given) and isinstance(given[0], part))
 
 
 def _with_texts(

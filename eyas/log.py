@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -37,13 +37,11 @@ def quiet(done: int, total: int | None = None, note: str = "") -> None:
     """A Track that reports nothing."""
 
 
-@contextmanager
-def progress_bar(stage: str) -> Iterator[Track]:
+def progress_bar(stage: str) -> AbstractContextManager[Track]:
     """The progress of one stage on stderr: a bar on a terminal, elsewhere a line every
     LINE_EVERY_S seconds with rate and time left, also while nothing moves.
     """
-    with _terminal_bar(stage) if console.is_terminal else _lines(stage) as track:
-        yield track
+    return _terminal_bar(stage) if console.is_terminal else _lines(stage)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -35,11 +35,23 @@ def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> Con
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, item['loc'])) or where}: {item['msg']}" for item in error.errors()
-        ]
-        known = ", ".join(kind.model_fields)
+        wrong = [_in_words(kind, item) for item in error.errors()]
         raise ConfigError(
-            f"{where} does not fit: " + "; ".join(wrong),
-            f"change the field in the run file, by --set or as an argument; fields: {known}",
+            f"{where} does not fit: " + "; ".join(one for one, _ in wrong),
+            f"change the field in the run file, by --set or as an argument; {wrong[0][1]}",
         ) from error
+
+
+def _in_words(kind: type[BaseModel], item: Any) -> tuple[str, str]:
+    """What is wrong with a field, and which fields are known there."""
+    *above, last = map(str, item["loc"] or ("",))
+    section = ""
+    for name in above:  # numbers of items and names in a dict are no fields
+        kinds = get_args(field.annotation) if (field := kind.model_fields.get(name)) else ()
+        for one in (field and field.annotation, *kinds):
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                kind, section = one, f"{section}.{name}".strip(".")
+                break
+    says = "no such field" if item["type"] == "extra_forbidden" else item["msg"]
+    fields = f"fields{section and f' of {section}'}: {', '.join(kind.model_fields)}"
+    return ": ".join(filter(None, (".".join((*above, last)), says))), fields

@@ -85,10 +85,7 @@ def storage_errors(url: str) -> Iterator[None]:
                 "give a folder that this user may use, or change who may use this one",
             ) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFullError(
-                f"no room left at {url}",
-                "free some space and run the same command again: finished parts are kept",
-            ) from error
+            raise StorageFullError(f"no room left at {url}", MAKE_ROOM) from error
         raise
 
 

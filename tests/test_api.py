@@ -314,6 +314,7 @@ class TestErrors:
             ([MESSAGES, [{"role": "poet", "content": "x"}]], {}, ("prompts[1]: ", "role")),
             (["x"], {"stream": True}, ("stream=True is for one prompt", "one by one")),
             ([{"role": "user"}], {}, ("no content",)),
+            ({"role": "user", "content": "x"}, {}, ("the prompt is a dict",)),
         ],
     )
     def test_one_clear_error(self, llm, prompt, options, words):
@@ -327,7 +328,6 @@ class TestErrors:
             ({"target": tmp_path / "none"}, MissingInputError, "no target folder"),
             ({"target": world.folder, "max_length": 1}, ConfigError, "max_length"),
             ({"target": world.folder, "max_length": 9999}, ConfigError, "context of 256 tokens"),
-            ({"target": world.folder, "speculation": "fast"}, ConfigError, "fast"),
             ({"target": world.folder, "dtype": "int7"}, ConfigError, "dtype"),
         ):
             with pytest.raises(kind, match=words):
@@ -407,9 +407,5 @@ class TestStages:
         assert found.tau > 1
 
     def test_settings_that_do_not_fit(self, features):
-        with pytest.raises(ConfigError, match=r"epoch.*\n  -> .*fields: .*epochs"):
-            eyas.train(features / "features", target=features / "target", epoch=2)
-        with pytest.raises(ConfigError, match="speculation is 'round'"):
-            eyas.evaluate("builtin", ["user"], trees=["round"])
         with pytest.raises(ConfigError, match=r"output.*Field required"):
             eyas.run({"target": "builtin"})

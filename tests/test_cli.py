@@ -153,8 +153,7 @@ class TestConfig:
         ("text", "given", "words"),
         [
             ("sample: {lr: fast, inner: {depth: y}}", {}, "sample .*lr: .*; inner.depth: "),
-            ("sample: {speed: 1}", {}, "(?s)speed.*lr, names, inner"),
-            ("sample: {}", {"overrides": ["inner.depth=deep"]}, r"inner\.depth"),
+            ("sample: {speed: 1}", {}, "(?s)speed: no such field.*lr, names, inner"),
             ("sample: {lr: 1}", {"overrides": ["lr.x=1"]}, r"--set lr\.x: lr is a value"),
             (
                 "sample: {inner: {depth: 1}}",
@@ -164,6 +163,8 @@ class TestConfig:
             ("sample: {}", {"overrides": ["lr"]}, "FIELD=VALUE"),
             ("sample: {}", {"overrides": ["lr=[1"]}, "not YAML"),
             ("sample: {", {}, "not YAML"),
+            ("sample: fast", {}, "no section 'sample' with fields"),
+            ("sample:\n  lr: 1\n  lr: 2", {}, "'lr' stands twice"),
             ("- 1", {}, "no sections"),
             ("train: {}", {}, "(?s)no section 'sample'.*train"),
             # as `--start` beside a run file's `start: smollm2`
@@ -465,7 +466,14 @@ class TestRunFiles:
 
     @pytest.mark.parametrize(
         ("changed", "words"),
-        [({"capture": {"target": "c"}}, r"capture\.target"), ({"trian": {}}, "trian")],
+        [
+            ({"capture": {"target": "c"}}, r"capture\.target"),
+            ({"trian": {}}, r"trian: no such field\n.*; fields: target"),
+            (
+                {"prompts": {"sources": [{"license": ""}]}},
+                r"(?s)0\.license: no .* of prompts\.sources: path",
+            ),
+        ],
     )
     def test_what_contradicts_itself_is_named(self, changed, words):
         with pytest.raises(ConfigError, match=words):

@@ -217,9 +217,9 @@ def test_logs_of_gateways_are_read_after_a_line_of_jq(tmp_path, gateway, records
     assert SAID not in repr(row)
 
 
-def made(folder, path):
+def made(folder, path, **log):
     """The prompts of a log of which a field says who consents, and their manifest."""
-    output, log = Artifact(str(folder / "out")), {"consent": "metadata.training"}
+    output, log = Artifact(str(folder / "out")), log or {"consent": "metadata.training"}
     config = PromptsConfig(sources=[{"path": str(path), **OWN, "log": log}])
     return output, make_prompts(config, output)
 
@@ -261,6 +261,9 @@ def test_opting_out_counts_whatever_the_basis(tmp_path):
     lines = [json.dumps(BODY), json.dumps(refused)]
     rows = read(tmp_path, lines, basis="c", opt_out="metadata.opt_out")
     assert [isinstance(row, SourceRow) for row in rows] == [True, False]
+    for path, warned in (("metadata.opt_out", 0), ("metadata.optout", 1)):
+        _, manifest = made(tmp_path / path, tmp_path / "server.log", basis="c", opt_out=path)
+        assert len(manifest.facts["unrefused"]) == warned
 
 
 def test_the_sample_is_the_same_each_time_and_grows_with_the_share(tmp_path):

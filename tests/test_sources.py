@@ -445,6 +445,8 @@ def test_what_does_not_look_like_an_id_is_not_taken_for_one(tmp_path, given_id):
         (f"[\n{GOOD},\n{GOOD}]".encode(), InputError, "is one JSON document"),
         (json.dumps(json.loads(GOOD), indent=1).encode(), InputError, "is one JSON document"),
         (b"PAR1 broken", CorruptError, "no readable footer"),
+        (b"PK\x03\x04" + b"\x00" * 60, InputError, "is an archive"),
+        (gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar"), InputError, "is an archive"),
         (b"\x00" * 300, CorruptError, "not JSON"),
     ],
 )

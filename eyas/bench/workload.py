@@ -59,7 +59,7 @@ def read_tasks(prompts: str, count: int, seed: int) -> list[Task]:
         else:
             tasks[task.prompt_id] = task
     if not tasks:
-        raise EmptyInputError(f"{url} has no prompts", "give a file with one JSON object a line")
+        raise EmptyInputError(f"{url} has no prompts", "give one JSON object a line")
     drawn = list(tasks.values())
     random.Random(seed).shuffle(drawn)
     return drawn[:count]
@@ -86,7 +86,8 @@ def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
     except IsADirectoryError as error:
         raise InputError(f"{url} is a folder", "give a file of JSON lines in it") from error
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
+        what = f"{url} cannot be read: {error}"
+        raise CorruptError(what, "give whole JSON lines in UTF-8") from error
 
 
 def task_of(row: Any, number: int, url: str) -> Task:
@@ -99,7 +100,7 @@ def task_of(row: Any, number: int, url: str) -> Task:
     if not any(message["role"] == "user" for message in messages):
         raise InputError(
             f"{url} row {number} has no user turn",
-            'give rows with "turns", a list of texts, or with "messages"',
+            'give "turns", a list of texts, or "messages"',
         )
     prompt_id = row.get("id", row.get("question_id", number))
     num_turns = len(row["turns"]) if row.get("turns") else _num_user_turns(row["messages"])

@@ -58,6 +58,19 @@ def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
         print(json.dumps(facts))
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Without keys that stand twice, of which PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                what = f"{key.value!r} stands twice"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_run_file(path: Path) -> dict[str, Any]:
     """A YAML file as a dict. Raises MissingInputError, ConfigError."""
     if not path.is_file():
@@ -65,7 +78,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
             f"no run file at {path}", "check the path; runs/ in the repository has examples"
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}", "correct the file") from error
     if not isinstance(content, dict):
@@ -125,10 +138,11 @@ class StageOptions:
         if self.run_file is None:
             return {}
         content = read_run_file(self.run_file)
-        if stage not in content:
-            what = f"{self.run_file} has no section {stage!r}"
+        section = content.get(stage, "")
+        if not isinstance(section, dict | None):
+            what = f"{self.run_file} has no section {stage!r} with fields"
             raise ConfigError(what, f"it has: {', '.join(content)}")
-        return content[stage] or {}
+        return section or {}
 
     def config(self, kind: type[ConfigT], stage: str, **options: Any) -> ConfigT:
         """A stage's config: section of the run file, `--set`, `options` by path (None: not given),

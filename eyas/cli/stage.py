@@ -11,7 +11,7 @@ from eyas.bench.machine import has_gpu
 from eyas.log import Track, console, progress_bar
 
 IDENTITY_DIGITS = 8  # in a folder's name
-WARNINGS = ("warnings", "placeholders")  # lists in a manifest's facts
+WARNINGS = ("warnings", "placeholders", "unrefused")  # lists in a manifest's facts
 
 
 class StageFolder(Artifact):

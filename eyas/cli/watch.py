@@ -112,7 +112,6 @@ def _advice(window: WatchWindow) -> str:
     lost = (window.card.tau - window.tau) / (window.card.tau - 1)
     return (
         f"the head lost {lost:.0%} of its accepted drafts: this traffic is not what it was "
-        "measured on, or the served target is not the one it was trained for. `eyas check HEAD "
-        "--target TARGET` tells the second; for the first make a new head from the servers' "
-        "logs: `eyas run runs/refresh.yaml` (docs/production.md)"
+        "measured on (`eyas run runs/refresh.yaml` makes a new head from the servers' logs), or "
+        "the served target is not the one it was trained for (`eyas check HEAD --target TARGET`)"
     )

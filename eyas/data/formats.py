@@ -39,6 +39,7 @@ OBJECT_LINE = re.compile(rb"^[ \t]*\{[ \t]*\"", re.M)
 JSON_HEAD = re.compile(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))')
 # JSON over several lines, and no text that begins with a bracket
 PRETTY = re.compile(rb'\s*[\[{]+\s*(?:\n|"\w+"\s*:)')
+ARCHIVE = re.compile(rb"PK\x03\x04|.{257}ustar", re.S)
 SOLID_LINE = re.compile(rb"^[ \t\r]*[^ \t\r\n]", re.M)
 JSON_LINES, TEXT, LOG = "JSON lines", "plain text", "a log"
 DELIMITERS = ",\t;|"
@@ -330,7 +331,7 @@ def _is_western(file: StoreFile) -> bool:
 
 
 def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:
-    """Raises BrokenStream, InputError (one JSON document)."""
+    """Raises BrokenStream, InputError (one JSON document, an archive)."""
     head = file.read(LOOK)
     file.seek(0)
     found = format_of(head, name)
@@ -339,6 +340,11 @@ def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:
     stream = decompressed(file)
     skip_mark(stream)
     head = stream.peek(LOOK)[:LOOK]
+    if ARCHIVE.match(head):
+        raise InputError(
+            f"{public_url(file.url)} is an archive (zip, tar, xlsx)",
+            "unpack it and give the folder, or save the sheet as CSV",
+        )
     found = format_of(head, name, is_log)
     if found.name == JSON_LINES and (command := _splitting_command(head)):
         raise InputError(

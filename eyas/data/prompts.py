@@ -256,10 +256,16 @@ def _make(
         "dropped": total.dropped.total(),
         "masked": total.rows_masked,
     }
+    read = {name: one["dropped"] for name, one in contents.ledger["sources"].items()}
     facts = {
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
         "placeholders": ledger.placeholders(),
+        "unrefused": [
+            f"{one.label}: no request refuses by {one.log.opt_out}: check the path"
+            for one in config.sources
+            if one.log and one.log.opt_out and "consent" not in read.get(one.label, "consent")
+        ],
         "record": config.record,
     }
     return output.finish("prompts", settings, inputs, counts, facts=facts)
@@ -302,8 +308,7 @@ def select_rows(config: PromptsConfig, output: Artifact, executor: Executor, tra
     """Step 2: decide which rows of the cleaned blocks are taken, and write the selection and, with
     `match`, its report.
 
-    All rows are read; with a limit and nothing drawn, as many blocks as give so many prompts. That
-    follows from the rows alone, not from how many blocks were in flight.
+    All rows are read; with a limit and nothing drawn, as many blocks as give so many prompts.
     """
     store, traffic, halves = BlockStore(output), None, None
     if config.match:
