@@ -100,6 +100,7 @@ NAMED_HANDLE = re.compile(
     r"(?![\w@(/=#-]|\.\w)"
     r"|(?<![\w.])(?:t\.me|(?:instagram|twitter|x|facebook|tiktok|linkedin|snapchat)\.com"
     rf"(?:/in|/add)?)/@?(?P<profile>(?!(?:{joined('pages')})\b)[\w.]{{3,30}}\b)"
+    r"|(?:微信|QQ)号?[:是]? ?(?P<chat>[\w-]{5,20})"
     r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
@@ -107,7 +108,7 @@ NAMED_HANDLE = re.compile(
 # What the pattern above needs, in small letters
 MAYBE_HANDLE = re.compile(
     rf"(?:{NETWORKS}|name|handle|nick|alias|gamertag|user|id|account|profile)"
-    r"['\w -]{0,20}(?: is| was|:| =| called| named)\s|t\.me|\.com|u/|\w#\d"
+    r"['\w -]{0,20}(?: is| was|:| =| called| named)\s|t\.me|\.com|u/|\w#\d|微信|qq"
 )
 
 
