@@ -21,6 +21,7 @@ SYSTEM_KEYS = ("system", "system_prompt")
 ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id")
 ID_KEYS += ("conversation_hash", "message_tree_id")
 TOOL_KEYS = ("tools", "functions")
+IMAGE_KEYS, HISTORY = ("image", "images"), "history"
 WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
@@ -32,9 +33,12 @@ TOOL_ROLES = frozenset(
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
 # A text of both sides has a reserved token, or a line of the assistant after one of the user.
-RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]")
-BY_USER = re.compile(r"^[#*> \t]*(?:human|user|prompter|instruction)[* \t]*:", re.I | re.M)
-BY_ASSISTANT = re.compile(r"^[#*> \t]*(?:assistant|bot|response|chatgpt|gpt)[* \t]*:", re.I | re.M)
+RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|\w+\|\]|</assistant>")
+SPOKEN = r"(?:^[#*<> \t]*|### ?|\b(?-i:(?=[A-Z]+:)))(?:{})[*> \t]*[:：]"  # or in one line
+BY_USER = re.compile(SPOKEN.format("human|user|prompter|instruction|用户"), re.I | re.M)
+BY_ASSISTANT = re.compile(
+    SPOKEN.format(r"assistant|bot|response|chatgpt|gpt(?:-[\w.]+)?|ai|助手"), re.I | re.M
+)
 PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")  # no e-mail address
 
 
@@ -209,7 +213,7 @@ BY_NAME = {shape.name: shape for shape in SHAPES}
 KNOWN_SHAPES = "; ".join(
     f"{shape.meaning} under {' or '.join(shape.keys)}" for shape in SHAPES if shape.keys
 )
-KEYS = frozenset((*SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, *TOOL_KEYS)).union(
+KEYS = frozenset((*SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, *TOOL_KEYS, HISTORY)).union(
     *(shape.keys for shape in SHAPES)
 )
 
@@ -223,6 +227,10 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
     elif isinstance(value, dict):
         if any(_is_given(value.get(key)) for key in TOOL_KEYS):
             raise Unreadable("it offers tools", "tools")
+        if any(_is_given(value.get(key)) for key in IMAGE_KEYS):
+            raise Unreadable("it has images, which prompts do not hold")
+        if _is_given(value.get(HISTORY)):
+            raise Unreadable("a turn apart from the ones before it, which are under history")
         fitting = (one for one in SHAPES if one.fits(value))
         found = BY_NAME[shape] if shape else next(fitting, BY_NAME["prompt"])
         turns, system = found.read(value, found.keys)

@@ -100,7 +100,7 @@ NAMED_HANDLE = re.compile(
     r"(?![\w@(/=#-]|\.\w)"
     r"|(?<![\w.])(?:t\.me|(?:instagram|twitter|x|facebook|tiktok|linkedin|snapchat)\.com"
     rf"(?:/in|/add)?)/@?(?P<profile>(?!(?:{joined('pages')})\b)[\w.]{{3,30}}\b)"
-    r"|(?:微信|QQ)号?[:是]? ?(?P<chat>[\w-]{5,20})"
+    r"|(?:微信|QQ)(?:号[:是]?|[:是]) ?(?P<chat>[A-Za-z\d_-]{5,20})"
     r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
