@@ -112,11 +112,7 @@ MAYBE_HANDLE = re.compile(
 )
 
 
-# A line of a log, whose numbers are nobody's
-LOG = re.compile(
-    r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
-    r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
-)
+LOG = re.compile(joined("log line"))
 
 
 def birth_dates(text: str) -> Iterator[Span]:

@@ -50,15 +50,7 @@ RESOLVERS = frozenset(LISTS["resolvers"].split())
 
 CARD = re.compile(joined("issuers"))
 # Each by itself: an expiry date or a security code may follow as one more group.
-CARD_LAYOUTS = (
-    r"\d{12,19}",
-    r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}",
-    r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}\1\d{3}",
-    r"\d{6} \d{13}",
-    r"\d{4}([ -])\d{6}\1\d{4,5}",
-    r"\d{4}([ -])\d{4}\1\d{4,5}",
-)
-CARDS = [re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS]
+CARDS = [re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in LISTS["cards"]]
 BARE_CARD = 12  # digits that need a cue: many numbers have them in groups of four
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between any separators; a line of a column has more of its like beside it.
