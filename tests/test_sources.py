@@ -255,7 +255,7 @@ BROKEN_LINES = {
         '{"prompt": NaN}',
     ],
     "it has images": ['{"prompt": "private", "image": "private.png"}'],
-    "are under history": ['{"prompt": "private", "history": [["private", "private"]]}'],
+    "under history": ['{"prompt": "private", "history": [["private", "private"]]}'],
     "a tree of messages": ['{"prompt": {"private": {"private": []}}}'],
     "half a character": ['{"prompt": "private \\ud83d"}'],
     "not the user's": [
