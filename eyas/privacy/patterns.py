@@ -78,10 +78,10 @@ ACCOUNT_NUMBER = re.compile(
     rf"(?:{cue(joined('account'))}[^\n\d]{{0,24}}?"
     rf"|(?P<word>{cue(joined('account_word'))})"
     r"(?:(?: ?(?:#|[:=]|n[°ºro.]\.?|is|ist|es|è|é)){1,2} ?| (?=\d{8})))"
-    r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d .-]{4,32}\d(?:/\d{4})?)(?![\w-])",
+    r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d(?:[\d -]|\.(?=\d)){4,32}\d(?:/\d{4})?)(?![\w-])",
     re.I,
 )
-SIX_DIGITS = re.compile(r"\d[\d .-]{4,32}\d")
+SIX_DIGITS = re.compile(r"\d(?:[\d -]|\.(?=\d)){4,32}\d")
 NO_ACCOUNT = re.compile(joined("no account"), re.I)
 ACCOUNT_LENGTHS = range(34, 14, -1)  # letters and digits: Malta has 31, Norway 15
 
