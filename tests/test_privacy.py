@@ -93,7 +93,9 @@ def test_types_that_are_kept_are_not_found():
     ):
         detector = Detector(PrivacyConfig(actions={**NO_NAMES, **actions}))
         assert [one.type for one in detector.find(text)] == found
-    assert {one.type for one in find_all_types(text)} >= {"EMAIL_ADDRESS", "IP_ADDRESS", "URL"}
+    first, later = find_all_types([f"My name is Ida Brandvold. {text}", "sign it as brandvold"])
+    assert {one.type for one in first} >= {"EMAIL_ADDRESS", "IP_ADDRESS", "URL"}
+    assert [(one.start, one.end) for one in later] == [(11, 20)]
 
 
 # Findings

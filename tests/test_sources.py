@@ -254,6 +254,8 @@ BROKEN_LINES = {
         ROLES + '"user", "content": [{"type": "image_url", "url": "private"}]}]}',
         '{"prompt": NaN}',
     ],
+    "it has images": ['{"prompt": "private", "image": "private.png"}'],
+    "under history": ['{"prompt": "private", "history": [["private", "private"]]}'],
     "a tree of messages": ['{"prompt": {"private": {"private": []}}}'],
     "half a character": ['{"prompt": "private \\ud83d"}'],
     "not the user's": [
@@ -261,6 +263,11 @@ BROKEN_LINES = {
     ],
     "text holds a whole conversation": [
         '{"text": "### Human: private\\n### Assistant: private"}',
+        '{"text": "### Human: private### Assistant: private"}',
+        '{"text": "USER: private ASSISTANT: private"}',
+        '{"text": "<human>: private\\n<bot>: private"}',
+        '{"text": "[|Human|]private\\n[|AI|]private"}',
+        '{"text": "<start_of_turn>model\\nprivate"}',
     ],
     "turns holds a whole conversation": ['{"turns": ["Human: private\\nAssistant: private"]}'],
     "instruction holds a whole conversation": ['{"instruction": "User: private\\nBot: private"}'],

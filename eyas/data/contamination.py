@@ -156,7 +156,6 @@ class Contamination:
         return row
 
     def _shared(self, found: NDArray[np.int64]) -> Drop | None:
-        """The drop for the turn of which the largest share was found, if large enough."""
         turns, counts = np.unique(found, return_counts=True)
         enough = counts >= self._needed[turns]
         if not enough.any():

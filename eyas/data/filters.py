@@ -158,9 +158,13 @@ class PersonalData:
 _default_detector = functools.cache(lambda: Detector(EVERY_TYPE))
 
 
-def find_all_types(text: str) -> list[Finding]:
-    """The findings of every type, without hashes, as if all of the text were prose."""
-    return _default_detector().find_all([text], [[Passage(0, len(text), "en")]])[0]
+def find_all_types(texts: Sequence[str]) -> list[list[Finding]]:
+    """The findings of every type in the texts of a conversation, and every mention of their values,
+    without hashes, as if all of it were prose.
+    """
+    prose = [[Passage(0, len(text), "en")] for text in texts]
+    found = _default_detector().find_all(texts, prose)
+    return Mentions(texts, found).complete(texts, found)
 
 
 @dataclasses.dataclass(frozen=True)

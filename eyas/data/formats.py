@@ -53,7 +53,6 @@ csv.field_size_limit(LIMIT)  # its default, 128 KiB, is less than some prompts
 
 
 def _line_values(read: Callable[[bytes], Any]) -> Callable[[io.BufferedReader, Keys], FileValues]:
-    """A reader of one value a line, blank lines left out."""
 
     def values(stream: io.BufferedReader, keys: Keys) -> FileValues:
         for number, line in numbered_lines(stream):

@@ -26,7 +26,7 @@ NOT_QUOTED = ("quality.non_text", "quality.encoding", "pii.private_key")
 
 PLACEHOLDER = re.compile(r"\b(?:NAME|EMAIL|PHONE|LOCATION|ORG|PERSON)_\d+\b|\[(?:NAME|REDACTED)\]")
 
-FindPersonalData = Callable[[str], Iterable[Finding]]
+FindPersonalData = Callable[[Sequence[str]], Sequence[Iterable[Finding]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,13 +109,14 @@ def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData
     if isinstance(row, SourceRow):
         line["characters"] = row.characters
         quoted = () if drop.reason.startswith(NOT_QUOTED) else row.turns[:EXCERPT_TURNS]
-        line["turns"] = [excerpt(turn, find) for turn in quoted]
+        found = find([turn[:LOOK] for turn in quoted])
+        line["turns"] = [*map(excerpt, quoted, found)]
     return line
 
 
-def excerpt(text: str, find: FindPersonalData) -> str:
+def excerpt(text: str, findings: Iterable[Finding]) -> str:
     """The beginning of a text, each finding replaced by its type, such as <EMAIL_ADDRESS>."""
-    found = (one for one in find(text[:LOOK]) if one.start < EXCERPT)
+    found = (one for one in findings if one.start < EXCERPT)
     parts, at = [], 0
     for finding in sorted(found, key=lambda one: (one.start, one.end)):
         # An overlapping finding needs no mark of its own: the one before masks its beginning.

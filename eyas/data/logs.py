@@ -112,7 +112,6 @@ def _responses(record: dict[str, Any]) -> LoggedRequest:
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
-    """A trace or a generation, whose input is a body, messages or a text."""
     if record.get("type", "GENERATION") != "GENERATION":
         return None
     given = _value(record["input"]) or record["input"]

@@ -20,7 +20,11 @@ UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 SYSTEM_KEYS = ("system", "system_prompt")
 ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id")
 ID_KEYS += ("conversation_hash", "message_tree_id")
-TOOL_KEYS = ("tools", "functions")
+# Columns of what prompts do not hold: the problem and its reason
+TOOLS, IMAGES = ("it offers tools", "tools"), ("it has images, which prompts do not hold",)
+EARLIER = ("a turn without the earlier ones under history",)
+NOT_HELD = {"tools": TOOLS, "functions": TOOLS, "history": EARLIER, "image": IMAGES}
+NOT_HELD["images"] = IMAGES
 WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
@@ -32,9 +36,12 @@ TOOL_ROLES = frozenset(
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
 # A text of both sides has a reserved token, or a line of the assistant after one of the user.
-RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]")
-BY_USER = re.compile(r"^[#*> \t]*(?:human|user|prompter|instruction)[* \t]*:", re.I | re.M)
-BY_ASSISTANT = re.compile(r"^[#*> \t]*(?:assistant|bot|response|chatgpt|gpt)[* \t]*:", re.I | re.M)
+RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|\w+\|\]|</assistant>")
+SPOKEN = r"(?:^[#*<> \t]*|### ?|\b(?-i:(?=[A-Z]+:)))(?:{})[*> \t]*[:：]"  # or in one line
+BY_USER = re.compile(SPOKEN.format("human|user|prompter|instruction|用户"), re.I | re.M)
+BY_ASSISTANT = re.compile(
+    SPOKEN.format(r"assistant|bot|response|chatgpt|gpt(?:-[\w.]+)?|ai|助手"), re.I | re.M
+)
 PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")  # no e-mail address
 
 
@@ -50,7 +57,6 @@ def is_transcript(text: str) -> bool:
 
 
 def _conversation(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """A list of messages under one of the keys."""
     for key in keys:
         items = value.get(key)
         if _is_list_as_text(items):
@@ -93,7 +99,6 @@ def _messages(items: list[Any], key: str) -> UserSide:
 
 
 def _turns(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """A list of the user's texts under the key, or a list of messages."""
     items = value.get(keys[0])
     if isinstance(items, list) and all(isinstance(turn, str) for turn in items):
         return tuple(_one_side(turn, keys[0]) for turn in items), _system(value)
@@ -121,7 +126,6 @@ def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _instruction(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """A text under the first key, and what it is about under another."""
     if value.get(keys[0]) is None:
         raise Unreadable(f"no {keys[0]}")
     _check_user(value)
@@ -131,7 +135,6 @@ def _instruction(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _prompt(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """One text of the user, or a list of messages, under one of the keys."""
     if isinstance(value.get("prompt"), dict):
         raise Unreadable("a tree of messages: give the set's table of messages instead")
     for key in keys:
@@ -145,7 +148,6 @@ def _prompt(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _string(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """A row that is a text itself."""
     if BY_ASSISTANT.match(value.lstrip()):
         raise Unreadable("the text is said by an assistant")
     return (_one_side(value, "the text"),), None
@@ -209,7 +211,7 @@ BY_NAME = {shape.name: shape for shape in SHAPES}
 KNOWN_SHAPES = "; ".join(
     f"{shape.meaning} under {' or '.join(shape.keys)}" for shape in SHAPES if shape.keys
 )
-KEYS = frozenset((*SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, *TOOL_KEYS)).union(
+KEYS = frozenset((*SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, *NOT_HELD)).union(
     *(shape.keys for shape in SHAPES)
 )
 
@@ -221,8 +223,8 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
     elif isinstance(value, str) and shape in (None, "strings"):
         turns, system = _string(value, ())
     elif isinstance(value, dict):
-        if any(_is_given(value.get(key)) for key in TOOL_KEYS):
-            raise Unreadable("it offers tools", "tools")
+        if problem := next((NOT_HELD[key] for key in NOT_HELD if _is_given(value.get(key))), None):
+            raise Unreadable(*problem)
         fitting = (one for one in SHAPES if one.fits(value))
         found = BY_NAME[shape] if shape else next(fitting, BY_NAME["prompt"])
         turns, system = found.read(value, found.keys)

@@ -268,7 +268,6 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
 
 
 def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
-    """The files of a path: itself, the data files of a folder, or the matches of a glob."""
     try:
         is_folder = filesystem.info(path)["type"] == "directory"
     except FileNotFoundError:
@@ -305,7 +304,6 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn a failure to find or open a file into an InputError."""
     try:
         yield
     except FileNotFoundError as error:

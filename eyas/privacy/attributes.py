@@ -100,6 +100,7 @@ NAMED_HANDLE = re.compile(
     r"(?![\w@(/=#-]|\.\w)"
     r"|(?<![\w.])(?:t\.me|(?:instagram|twitter|x|facebook|tiktok|linkedin|snapchat)\.com"
     rf"(?:/in|/add)?)/@?(?P<profile>(?!(?:{joined('pages')})\b)[\w.]{{3,30}}\b)"
+    r"|(?:微信|QQ)(?:号[:是]?|[:是]) ?(?P<chat>[A-Za-z\d_-]{5,20})"
     r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
@@ -107,15 +108,11 @@ NAMED_HANDLE = re.compile(
 # What the pattern above needs, in small letters
 MAYBE_HANDLE = re.compile(
     rf"(?:{NETWORKS}|name|handle|nick|alias|gamertag|user|id|account|profile)"
-    r"['\w -]{0,20}(?: is| was|:| =| called| named)\s|t\.me|\.com|u/|\w#\d"
+    r"['\w -]{0,20}(?: is| was|:| =| called| named)\s|t\.me|\.com|u/|\w#\d|微信|qq"
 )
 
 
-# A line of a log, whose numbers are nobody's
-LOG = re.compile(
-    r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
-    r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
-)
+LOG = re.compile(joined("log line"))
 
 
 def birth_dates(text: str) -> Iterator[Span]:

@@ -45,14 +45,7 @@ INTRODUCES = re.compile(
 PARTICLES = re.compile(r"d[aeio]|dos|del(?:la)?|l[ae]|van|von|de[rn]|ter|bin|al")
 UNCASED = re.compile(joined("introduces uncased"))  # a group for each script without capitals
 # A postcode behind its word
-POSTCODES = re.compile(
-    r"(?<!\w)(?:(?:zip[ -]?codes?|post(?:al)?[ -]?codes?|postleitzahl|code postal|código postal)"
-    r"(?:\s?(?:is|ist|est|es|[:=#])\s?| )"
-    r"|(?:zip|plz)\s?(?:[:=#]\s?|(?=\s?\d{5}(?!\d| (?-i:[a-z])))\s))"
-    r"(?P<code>\d{4,5}(?:-\d{4})?|[A-Z]\d[A-Z] ?\d[A-Z]\d|[A-Z]{1,2}\d[A-Z\d]? ?\d[A-Z]{2})"
-    r"(?!\w|[.,]\d)",
-    re.I,
-)
+POSTCODES = re.compile(joined("postcodes"), re.I)
 
 
 def version() -> str:

@@ -31,6 +31,7 @@ GIVEN, FAMILY, STREETS, CITIES, COUNTRIES = (
 )
 # Names of scripts without spaces, by a pattern of their characters
 SCRIPTS = {script: tuple(names.split()) for script, names in _WORDS["scripts"].items()}
+OWN = {script: [*map(str.split, pools)] for script, pools in _WORDS["own"].items()}
 
 EXTENSION = re.compile(r"\s?(?:x|ext)", re.I)
 FICTIONAL = "55501"  # North America's 555-01xx
@@ -80,6 +81,12 @@ class KeyedRandom:
 def person(value: str, draw: KeyedRandom) -> str:
     """A name of the value's script, if that has no spaces, else a given name."""
     return draw.choice(next((SCRIPTS[one] for one in SCRIPTS if re.search(one, value)), GIVEN))
+
+
+def name_word(word: str, is_family: bool, draw: KeyedRandom) -> str:
+    """A given or family name in the word's script."""
+    pools = next((OWN[one] for one in OWN if re.search(one, word)), (GIVEN, FAMILY))
+    return draw.choice(pools[is_family])
 
 
 LONGEST_POSTCODE = 10  # characters

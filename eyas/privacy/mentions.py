@@ -32,7 +32,8 @@ LETTERS = str.maketrans(
     {"ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th",
      "æ": "ae", "œ": "oe", "ı": "i", "’": "'", "ə": "e"}
 )  # fmt: skip
-ENDINGS = ("", "s", "es")  # of a name: the Bergs, Annas
+# Of a name: the Bergs, Annas; of cases, as `_bare` spells them
+ENDINGS = ("", "s", "es", *"аеуыия", *["ои", "ою", "ом", "ым", "ем", "еи", "ею"])
 
 # Of a script without spaces all that stands together is a word.
 WORD = re.compile(rf"[{SINGLE}]+|[^\W\d_{SINGLE}](?:[^\W\d_{SINGLE}]|[{MARKS}])*|\d+")

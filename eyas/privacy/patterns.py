@@ -50,15 +50,7 @@ RESOLVERS = frozenset(LISTS["resolvers"].split())
 
 CARD = re.compile(joined("issuers"))
 # Each by itself: an expiry date or a security code may follow as one more group.
-CARD_LAYOUTS = (
-    r"\d{12,19}",
-    r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}",
-    r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}\1\d{3}",
-    r"\d{6} \d{13}",
-    r"\d{4}([ -])\d{6}\1\d{4,5}",
-    r"\d{4}([ -])\d{4}\1\d{4,5}",
-)
-CARDS = [re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS]
+CARDS = [re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in LISTS["cards"]]
 BARE_CARD = 12  # digits that need a cue: many numbers have them in groups of four
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between any separators; a line of a column has more of its like beside it.
@@ -86,10 +78,10 @@ ACCOUNT_NUMBER = re.compile(
     rf"(?:{cue(joined('account'))}[^\n\d]{{0,24}}?"
     rf"|(?P<word>{cue(joined('account_word'))})"
     r"(?:(?: ?(?:#|[:=]|n[°ºro.]\.?|is|ist|es|è|é)){1,2} ?| (?=\d{8})))"
-    r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
+    r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d(?:[\d -]|\.(?=\d)){4,32}\d(?:/\d{4})?)(?![\w-])",
     re.I,
 )
-SIX_DIGITS = re.compile(r"\d[\d -]{4,22}\d")
+SIX_DIGITS = re.compile(r"\d(?:[\d -]|\.(?=\d)){4,32}\d")
 NO_ACCOUNT = re.compile(joined("no account"), re.I)
 ACCOUNT_LENGTHS = range(34, 14, -1)  # letters and digits: Malta has 31, Norway 15
 
@@ -150,15 +142,9 @@ BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 BECH32_CONST, BECH32M_CONST = 1, 0x2BC830A3  # BIP 173, BIP 350
 # Bitcoin 1 and 3, Litecoin L and M, Dogecoin D, Tron T, Zcash t, Ripple r
 BASE58_ADDRESS = re.compile(rf"(?<![\w+/])[13LMDTtr][{BASE58}]{{24,34}}(?![\w+/])")
-BECH32_ADDRESS = re.compile(
-    r"(?<!\w)(?:bc|tb|ltc|addr|stake|cosmos|osmo|inj)1[02-9ac-hj-np-z]{11,110}(?!\w)", re.I
-)
+BECH32_ADDRESS = re.compile(joined("bech32"), re.I)
 # By their form alone: Ethereum, Stellar, Monero, TON; by a word: Solana.
-OTHER_ADDRESS = re.compile(
-    rf"(?<![\w+/-])(?:0x[0-9a-fA-F]{{40}}|G[A-D][A-Z2-7]{{54}}|[48][0-9AB][{BASE58}]{{93}}|[EU]Q[\w-]{{46}})"
-    rf"(?![\w+/-])|\bsol(?:ana)?\b[^\n]{{0,24}}?(?<!\w)(?P<sol>[{BASE58}]{{43,44}})(?!\w)",
-    re.I,
-)
+OTHER_ADDRESS = re.compile(joined("wallets"), re.I)
 
 LONG_WORD = re.compile(r"[\w-]{14}")  # as long as the shortest wallet's address
 

@@ -20,18 +20,19 @@ PLUGINS = LISTS["plugins"].split()
 SECRET_GROUP = 16  # characters of a pattern's group that is the secret rather than its prefix
 
 OURS = [re.compile(rf"(?<![A-Za-z0-9])(?:{written})") for written in LISTS["keys"]]
-# What every pattern above needs, a digit among them
+# What every pattern above needs, a digit among them; tokens of Hugging Face may have none
 RUN = re.compile(r"[\w+/=~%.:-]{12,}")
+LETTERS_ALONE = "hf_"
 IN_SECRET = re.compile(r"[\w+/=~-]")
+# Keys of any maker: what no words spell (`is_random`), behind a short name and a sign, or behind a
+# word for a key; behind "key" a UUID may name a row.
+PREFIXED, BEHIND_KEY = (re.compile(written, re.I) for written in LISTS["random"])
+TURN, SPELT = re.compile(r"(?<=[A-Za-z])\d|(?<=\d)[A-Za-z]"), re.compile("[A-Z]?[a-z]{3,}")
 
 # Behind a name such as `api_key`, in a header, from a client's constructor, in a cookie
 NAMED = [re.compile(written, re.I) for written in LISTS["named_keys"]]
 # The words of a wallet behind their name and a sign, or without one as many as BIP 39 allows
-SEED = re.compile(
-    r"\b(?i:(?:seed|recovery|secret|backup|wallet|mnemonic) (?:phrase|words?)|mnemonic|seed)\b"
-    r"(?P<sign>[^\n]{0,24}?(?:\b(?:is|are)\b|[:=\"'\n]))?\s{0,2}[\"']?"
-    r"(?!like )(?P<value>(?:[a-z]{3,8}[ ,\n]{1,2}){11,23}[a-z]{3,8})(?!\w)"
-)
+SEED = re.compile(joined("seed"))
 NO_SEED = re.compile(r"(?:^|\W+)(?:the|and|for|with|from|are|was|were|has|your|not|but)\b.*", re.S)
 MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
 SEED_WORDS = range(12, 25, 3)
@@ -61,26 +62,16 @@ PASSWORD_NEXT = re.compile(
     rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass):?\s{{1,2}}"
     r"|(?:wi-?fi|wlan|router|network)[ -]key:?\s{1,2}"
     rf"|(?:{ELSEWHERE})(?: (?:от|для|на|к|за|für) \w{{1,20}}:?)? "
-    r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
-    r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
+    r"|(?:pass ?word|passwd|pwd|pass|p/?w)[\"']?(?:\s?(?:->|=>|[:=→])\s{0,2}| (?:- |is )?))"
+    r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)(?![(\[])",
     re.I,
 )
 # "the credentials are a / b", both of which go
-CREDENTIALS = re.compile(
-    rf"(?<![A-Za-z])(?:{joined('credentials')})"
-    r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
-    r"(?:\s{1,2}(?:is|are|were|sind|son|sont)\s{1,2}|\s?[:=]\s{0,2})[\"'`]?"
-    r"(?P<user>[^\s\"'`<>{}()\[\],;/|]{2,64})[\"'`]?\s?(?:/|\||,|:|and|und)\s?[\"'`]?"
-    r"(?P<value>[^\s\"'`<>{}()\[\],;/|]{4,64})",
-    re.I,
-)
+CREDENTIALS = re.compile(joined("credentials"), re.I)
 COMMANDS = [re.compile(written) for written in LISTS["commands"]]
 ALGORITHM = re.compile(rf"(?:{joined('algorithms')})[-_]?\d.*", re.I)
 # What the patterns above need, in small letters
-MAYBE_PASSWORD = re.compile(
-    rf"{WORDS}|pass|pw|cred|log ?in|zugangsdaten|identifiants|[ -]key|\b(?:pin|curl|mysql|mariadb"
-    r"|openssl|\w*client|redis-cli|net)\b"
-)
+MAYBE_PASSWORD = re.compile(rf"{WORDS}|{joined('maybe password')}")
 PLACEHOLDER = re.compile(joined("no_password"), re.I)
 CODE = re.compile(r"://|^[a-z_]\w*(?:\.[a-z_]\w*[a-z_])+$|\.(?:com|org|net|io)\b|\d\.\d")
 
@@ -96,13 +87,17 @@ def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by their makers' prefixes and layouts, the words of wallets, and long values
     behind a name such as `api_key`.
     """
-    is_long = any(map(_has_digit, RUN.findall(text)))
+    is_long = LETTERS_ALONE in text or any(map(_has_digit, RUN.findall(text)))
     if is_long:
         for pattern in (*plugin_patterns(), *OURS):
             for match in pattern.finditer(text):
                 start, end = _secret(match)
-                if _has_digit(text[start:end]):
+                if _has_digit(text[start:end]) or not _is_spelt(text[start:end]):
                     yield _whole(text, start, end)
+        for pattern, group in ((PREFIXED, 0), (BEHIND_KEY, "value")):
+            for match in pattern.finditer(text):
+                if is_random(match["value"]):
+                    yield _whole(text, *match.span(group))
     for match in SEED.finditer(text):
         value = NO_SEED.sub("", match["value"])
         num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
@@ -198,6 +193,16 @@ def _whole(text: str, start: int, end: int) -> tuple[int, int]:
     while end < len(text) and IN_SECRET.match(text[end]):
         end += 1
     return start, end
+
+
+def is_random(value: str) -> bool:
+    """Whether letters and digits take turns or hardly any letters are words: a key, no name."""
+    turns = len(TURN.findall(value))
+    return len(value) < 6 * turns or (turns > 1 and not _is_spelt(value))
+
+
+def _is_spelt(value: str) -> bool:
+    return 5 * sum(map(len, SPELT.findall(value))) >= 2 * len(value) or len({*value}) < 10
 
 
 def _has_digit(value: str) -> bool:

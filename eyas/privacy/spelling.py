@@ -17,7 +17,7 @@ LISTS = yaml.safe_load((FILES / "patterns.yaml").read_text(encoding="utf-8"))
 Span = tuple[int, int]  # characters [start, end)
 
 # Mail addresses as people hide them: (at), [dot], "at gmail dot com", spaces
-AT_WORD, DOT_WORD = "at|@|ät|arroba|arobase|chiocciola", r"dot|\.|punkt|punto|point|ponto"
+AT_WORD, DOT_WORD = "at|a|@|ät|arroba|arobase|chiocciola", r"dot|\.|punkt|punto|point|ponto"
 BRACKETS = r" ?(?:\[ ?(?:{0}) ?\]|\( ?(?:{0}) ?\)|\{{ ?(?:{0}) ?\}}|< ?(?:{0}) ?>) ?"
 IN_BRACKETS = "[({<&%"
 AT = re.compile(rf"(?<=\w)(?:{BRACKETS.format(AT_WORD)}| ?(?:&#0*64;|&commat;|%40) ?)(?=\w)", re.I)

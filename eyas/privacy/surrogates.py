@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from eyas.privacy.findings import Finding, mask, replace
 from eyas.privacy.invented import (
-    FAMILY,
-    GIVEN,
     KeyedRandom,
     fill_form,
     match_case,
+    name_word,
     person,
     phone_parts,
 )
@@ -137,6 +136,6 @@ class Surrogates:
         if is_single(word):
             return self._surrogate("word", word, lambda draw: person(word, draw))
         base, ending = self._names.base(word)
-        pool = FAMILY if base in self._names.family else GIVEN
-        name = self._surrogate("word", base, lambda draw: draw.choice(pool))
+        is_family = base in self._names.family
+        name = self._surrogate("word", base, lambda draw: name_word(word, is_family, draw))
         return name[:1].upper() if len(word) == 1 else match_case(name + ending, word)
