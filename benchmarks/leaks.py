@@ -13,12 +13,12 @@ of 100 sampled ones; exposure is log2 of 10,000 over the rank of the secret's fi
 among the 10,000 that could stand there (by chance 1.44 on average, at most 13.3).
 
 `none` never saw a canary, `once` one copy of each. `text` learned the canaries' own tokens in place
-of the target's distribution: what the attack finds where a head does memorise. `no fit` begins
-without the least-squares map, `refresh` at the packaged head. Membership is that of `eyas check
---leaks`, by the loss alone and less the loss of the packaged head. tau: chains of 5 on held-out
-answers. All is kept in --folder, so that a cut run goes on; --only names the heads to train. The
-last line of stdout is one JSON object. --packaged trains nothing: membership of the packaged head,
-600 problems of GSM8K that it learned from and the 600 that it never saw, answered again.
+of the target's distribution: what the attack finds where a head does memorise. `refresh` begins at
+the packaged head. Membership is that of `eyas check --leaks`, by the loss alone and less the loss
+of the packaged head. tau: chains of 5 on held-out answers. All is kept in --folder, so that a cut
+run goes on; --only names the heads to train. The last line of stdout is one JSON object. --packaged
+trains nothing: membership of the packaged head, 600 problems of GSM8K that it learned from and the
+600 that it never saw, answered again.
 """
 
 from __future__ import annotations
@@ -205,15 +205,12 @@ class Among:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """planted: which canaries are trained on: all, none, once, or all as text. fitted: the
-    conversations that the start is fitted to.
-    """
+    """planted: which canaries are trained on: all, none, once, or all as text."""
 
     name: str
     passes: int
     planted: str = "all"
     settings: tuple[str, ...] = ()
-    fitted: int = trainer.FITTED_SAMPLES
 
     def train(self, target: str, found: list[Canary], features: Features, output: Artifact) -> None:
         more, vocabulary = list[Sample](), TargetVocabulary.load(hub.resolve_target(target, True))
@@ -225,7 +222,6 @@ class Try:
         batches = {"tokens": 2048}
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
         config = validated(trainer.TrainConfig, override(settings, self.settings), self.name)
-        trainer.FITTED_SAMPLES = self.fitted
         with progress_bar(self.name) as track:
             trainer.train(config, target, Among(features, more), output, track)
 
@@ -354,7 +350,6 @@ def main() -> None:
     tries = [Try("packaged", 0), Try("default", args.passes)]
     tries += [Try(name, args.passes, name) for name in ("text", "none", "once")]
     tries += [Try("one pass", 1)] if args.passes > 1 else []
-    tries += [Try("no fit", args.passes, fitted=0)]
     tries += [Try("refresh", args.passes, settings=("start=smollm2",))]
     for name, _, settings in (recipe.partition(":") for recipe in args.recipe):
         tries.append(Try(name, args.passes, "all", tuple(settings.split())))

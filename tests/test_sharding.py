@@ -23,15 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import train_step
 from eyas.cores import cores
-from eyas.operators.head import Head
 from eyas.operators.tensors import multiplies_bf16
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks, threads_of_rank
-from eyas.train.start import fit_to_features
 from eyas.train.step import LossModule
 from tests.object_stores import free_port
-from tests.tiny_batch import made_up_samples, waves, wavy_head
+from tests.tiny_batch import waves
 
 # wide, tall, square, fewer rows than ranks, and some of one shape, made orthogonal at once
 SHAPES = ((6, 20), (21, 5), (9, 9), (2, 7), (1, 3), (6, 20), (20, 6))
@@ -169,29 +167,6 @@ def test_a_step_keeps_little_of_each_token():
     first = 2 * (8 * args.hidden)  # what step 0 keeps of every token
     assert kept[256] - kept[128] <= 128 * (7 * per_step + first)
     assert kept[256] < 0.3 * kept_bytes(args, 256, False)
-
-
-def fitted(ranks: Ranks) -> Head:
-    head, samples = wavy_head(fc_norm=True), made_up_samples([[False] + [True] * 11] * 5)
-    fit_to_features(head, ranks.share(samples), ranks)
-    return head
-
-
-def fitted_rank(rank: int, size: int, port: int, folder: str) -> None:
-    join(rank, size, port)
-    head = fitted(Ranks(rank, size))
-    torch.save([head.fc.weight, head.feature_scale, head.lm_head.weight], Path(folder) / str(rank))
-    dist.destroy_process_group()
-
-
-def test_ranks_begin_as_one_process_does(tmp_path):
-    forked(fitted_rank, 2, tmp_path)
-    alone = fitted(Ranks())
-    expected = [alone.fc.weight, alone.feature_scale, alone.lm_head.weight]
-    of_two = [torch.load(tmp_path / str(rank)) for rank in range(2)]
-    for one, *found in zip(expected, *of_two, strict=True):
-        assert torch.equal(*found)
-        torch.testing.assert_close(found[0], one, rtol=1e-6, atol=1e-7)
 
 
 def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path, monkeypatch):

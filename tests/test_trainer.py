@@ -111,7 +111,7 @@ def whole(made, features, tmp_path_factory):
 
 def interrupt_at(step):
     def track(done, total=None, note=""):
-        if done == step and total:  # of the training, not of the start's fit
+        if done == step:
             raise KeyboardInterrupt
 
     return track
@@ -241,13 +241,24 @@ def test_a_run_cut_before_its_first_checkpoint_begins_its_metrics_again(
     assert learned(output) == learned(whole)
 
 
+def test_a_run_that_an_earlier_version_began_is_refused(made, features, tmp_path):
+    """It had one tensor more: a scale of fc's inputs."""
+    output = Artifact(str(tmp_path / "head"))
+    with pytest.raises(KeyboardInterrupt):
+        run(made[0], features, output, interrupt_at(4))
+    content = torch.load(tmp_path / "head" / CHECKPOINT, weights_only=True)
+    content["head"]["feature_scale"] = torch.ones(3)
+    torch.save(content, tmp_path / "head" / CHECKPOINT)
+    with pytest.raises(MismatchError, match="is of an earlier eyas"):
+        run(made[0], features, output)
+
+
 def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, monkeypatch):
     monkeypatch.setattr("eyas.train.state.UPLOAD_S", 0.0)
     output, seen = Artifact("memory://metrics-as-they-are-made"), []
 
     def look(done, total=None, note=""):
-        if total:  # not of the start's fit
-            seen.append(len(list(output.read_jsonl(METRICS))) - done)
+        seen.append(len(list(output.read_jsonl(METRICS))) - done)
 
     run(made[0], features, output, look)
     assert set(seen) == {0}

@@ -18,9 +18,8 @@ from eyas.model.target import Target
 from eyas.operators.head import load_head
 from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import Features, Sample
-from eyas.train.ranks import Ranks
-from eyas.train.start import fit_to_features, initialise, recount
+from eyas.shards import Features
+from eyas.train.start import initialise, recount
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
 from tests.test_cli import run_eyas
@@ -38,53 +37,6 @@ CONFIG = TrainConfig(
     stop={"measurements": 0},
 )
 TUNED = {"epochs": 2, "head": {}, "learning_rate": 1e-3}
-
-
-@pytest.mark.parametrize("train_lm_head", [True, False])
-def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
-    head, vocabulary = wavy_head(fc_norm=True, train_lm_head=train_lm_head), tiny_vocabulary()
-    initialise(head, vocabulary, seed=0)
-    width, H = head.fc.in_features, head.config.hidden_size
-    draw, T = torch.Generator().manual_seed(1), 24 * head.fc.in_features
-    aux_TA = torch.randn(T, width, generator=draw)
-    map_AH = torch.randn(width, H, generator=draw)
-    with torch.no_grad():
-        next_TH = 0.3 * head.fc_inputs(aux_TA) @ map_AH + 0.01 * torch.randn(T, H, generator=draw)
-    mask_T = torch.rand(T, generator=draw) < 0.7
-    # the state of the next token, and nothing of the prompt's features
-    hidden_TH = torch.cat((torch.zeros(1, H), next_TH[:-1]))
-    whole = Sample("whole", torch.zeros(T), mask_T, aux_TA, hidden_TH)
-    broken = Sample("broken", torch.zeros(T), mask_T, aux_TA * torch.nan, hidden_TH)
-    prompt = Sample("prompt", torch.zeros(T), torch.zeros_like(mask_T), aux_TA, -hidden_TH)
-    fit_to_features(head, [whole, broken, prompt], Ranks())
-
-    fused_TH = head.fuse(aux_TA).detach()
-    assert fused_TH[mask_T].square().mean().sqrt() == pytest.approx(1.0, abs=0.03)
-    scale = head.norm.weight[0] if not train_lm_head else 1.0
-    logits = scale * fused_TH @ head.lm_head.weight.detach().T
-    expected = next_TH @ vocabulary.lm_head[head.target_ids_W].T
-    assert (logits - expected).norm() < 0.05 * expected.norm()
-    before = head.fc.weight.detach().clone()
-    fit_to_features(head, [broken, prompt], Ranks())  # nothing to fit to
-    assert torch.equal(head.fc.weight, before)
-
-
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}])
-def test_large_channels_are_scaled(options):
-    """One channel is 300 times the others, and position 0 a thousand times."""
-    head, draw = wavy_head(**options), torch.Generator().manual_seed(0)
-    initialise(head, tiny_vocabulary(), seed=0)
-    width = head.fc.in_features
-    aux_TA = torch.randn(200, width, generator=draw)
-    aux_TA[:, 7] *= 300
-    aux_TA[0] *= 1000
-    aux_TA[:, 9] = 0.0
-    hidden_TH = torch.randn(200, head.config.hidden_size, generator=draw)
-    large = Sample("large", torch.zeros(200), torch.ones(200) > 0, aux_TA, hidden_TH)
-    fit_to_features(head, [large], Ranks())
-    size_A = head.fc_inputs(aux_TA[1:]).square().mean(0).sqrt()
-    assert torch.allclose(size_A[torch.arange(width) != 9], torch.ones(width - 1), atol=0.1)
-    assert head.fuse(aux_TA).isfinite().all()
 
 
 class World:
@@ -193,7 +145,7 @@ def test_fresh_draft_tokens_have_the_scale_of_the_others():
     head, vocabulary = wavy_head(), tiny_vocabulary()
     initialise(head, vocabulary, seed=0)
     with torch.no_grad():
-        head.lm_head.weight.mul_(3.0)  # as `fit_to_features` does
+        head.lm_head.weight.mul_(3.0)  # as training may
     counts_V = torch.arange(head.config.vocab_size)
     recount(head, vocabulary, counts_V, 20)
     assert head.target_ids_W.tolist() == counts_V[-20:].tolist()

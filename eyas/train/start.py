@@ -5,8 +5,6 @@ Letters: V target vocabulary, W draft vocabulary, H hidden.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -15,20 +13,15 @@ from torch import Tensor, nn
 
 from eyas.errors import MismatchError
 from eyas.hub import resolve_head
-from eyas.log import Track, quiet
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.dialects import LM_HEAD
 from eyas.operators.head import Head, load_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
-from eyas.shards import FeatureMeta, Sample
-from eyas.train.ranks import Ranks
+from eyas.shards import FeatureMeta
 
 COVERAGE = 0.99  # of the answers' tokens by the default draft vocabulary
 W_IN_STEPS_OF = 128  # a size that all devices multiply well
-FITTED_SAMPLES = 256  # conversations for `fit_to_features`
-FITTED_ROWS = 4096  # tokens of a float64 product
 RIDGE = 0.01  # times the mean square of the regressors
-LEAST_CHANNEL = 1e-3  # times the mean size of a channel: smaller ones are scaled as this
 
 
 class StartConfig(BaseModel):
@@ -98,57 +91,6 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
         elif name != LM_HEAD:
             weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
     head.lm_head.weight.copy_(vocabulary.lm_head[head.target_ids_W])
-
-
-@torch.no_grad()
-def fit_to_features(
-    head: Head, samples: Iterable[Sample], ranks: Ranks, track: Track = quiet
-) -> None:
-    """Let a new head begin at a linear map.
-
-    fc becomes the least-squares map from an answer token's features to the target's next last
-    hidden state, scaled to a mean square of 1; the idle layer (o_proj, down_proj zero) passes it
-    on; lm_head, or norm if lm_head is frozen, takes the scale. `feature_scale` gives fc's input
-    channels a mean square of 1, so that optimizer steps fit the target's few large channels.
-
-    All ranks call it with their share of the samples. Products are float64 where the head is, 9 H^2
-    numbers, summed over the ranks.
-    """
-    width, device = head.fc.in_features, head.fc.weight.device
-    square, product = (
-        torch.zeros(width, n, dtype=torch.float64, device=device) for n in (width, width // 3)
-    )
-    sums = torch.zeros(2, dtype=torch.float64)  # squares of next states, rows
-    with ranks.raised_on_all():
-        for done, sample in enumerate(samples, 1):
-            answer_T = sample.loss_mask[:-1].clone()
-            answer_T[:1] = False  # targets keep states at position 0 that are far larger
-            states = sample.aux_hidden[:-1][answer_T], sample.last_hidden[1:][answer_T]
-            for aux, last in zip(*(torch.split(one, FITTED_ROWS) for one in states), strict=True):
-                inputs = head.fc_inputs(aux.to(device).float()).double()
-                following = last.to(device).double()
-                if not (inputs.isfinite().all() and following.isfinite().all()):
-                    continue  # the step that meets it will name it
-                square.addmm_(inputs.T, inputs)
-                product.addmm_(inputs.T, following)
-                sums[0] += float(following.square().sum())
-                sums[1] += len(inputs)
-            track(done, None, "conversations read to fit the start")
-    power, count = [ranks.all_reduce(one) for one in (square, product, sums)][-1].tolist()
-    if not power:
-        return
-    rms_A = (square.diagonal() / count).sqrt()
-    per_channel = 1.0 / rms_A.clamp(min=LEAST_CHANNEL * float(rms_A.mean()))
-    head.feature_scale = per_channel.float()
-    square.mul_(per_channel[:, None]).mul_(per_channel)
-    product.mul_(per_channel[:, None])
-    scale = math.sqrt(power / count / (width // 3))
-    square.diagonal().add_(RIDGE * float(square.diagonal().mean()))
-    head.fc.weight.copy_(torch.linalg.solve(square, product / scale).T)
-    if head.config.train_lm_head:
-        head.lm_head.weight.mul_(scale)
-    else:
-        head.norm.weight.fill_(scale)
 
 
 def existing_head(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +37,8 @@ from eyas.train.held_out import MEASURED_STEPS, HeldOutSample
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, asked_to_stop, joined, unsharded
 from eyas.train.start import (
-    FITTED_SAMPLES,
     StartConfig,
     existing_head,
-    fit_to_features,
     fresh_head,
     recount,
 )
@@ -170,7 +167,7 @@ def train(
             trainer.on_row = on_row if ranks.is_first else None
         if ranks.broadcast_object(lambda: stack.enter_context(output.begun(trainer.identity))):
             track = track if ranks.is_first else quiet
-            trainer.begin(output, track)
+            trainer.begin(output)
             trainer.fit(output, track)
             trainer.finish(output)
         return ranks.broadcast_object(lambda: output.manifest("train"))
@@ -217,7 +214,7 @@ class Trainer:
             self.inputs["start"] = head_manifest(start.head, {"licence": start.licence})
         self.identity = identity("train", self.settings, self.inputs)
 
-    def begin(self, output: Artifact, track: Track) -> None:
+    def begin(self, output: Artifact) -> None:
         config, ranks = self.config, self.ranks
         self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source))
         epochs = [list(self.usable)] * config.epochs
@@ -232,9 +229,9 @@ class Trainer:
         # by the first rank: other hosts may not see its folder, or have other processors
         auto = content.get("dtype") or quickest(ranks.device)  # a resumed run keeps its own
         asked = auto if config.dtype == "auto" else config.dtype
-        resumes, dtype = ranks.broadcast_object(lambda: (bool(content), asked))
+        dtype = ranks.broadcast_object(lambda: asked)
         ranks.broadcast_object(lambda: self._refuse_without_room(output))
-        head = self._initial_head(resumes, track).to(ranks.device)
+        head = self._initial_head().to(ranks.device)
         self.vocabulary = self.vocabulary.to(ranks.device, getattr(torch, dtype))
         self.module = LossModule(head, self.vocabulary, config.objective, dtype)
         ranks.shard(self.module, getattr(torch, dtype))
@@ -255,24 +252,15 @@ class Trainer:
                 "free some space, or give another --output",
             )
 
-    def _initial_head(self, resumes: bool, track: Track) -> Head:
-        """The head before step 0, float32: config.start's, or fresh and fitted; unfitted if a
-        checkpoint will replace its weights.
-        """
+    def _initial_head(self) -> Head:
+        """The head before step 0, float32: config.start's, or fresh."""
         config, ranks, vocabulary = self.config, self.ranks, self.vocabulary
         if head := self.start_head:
             if config.start and config.start.vocabulary == "recount":
                 recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
             return head
         head = fresh_head(config.head, self.source.meta, vocabulary, self.counts_V, config.seed)
-        head.feature_scale = torch.ones(head.fc.in_features)
-        if not resumes:
-            few = min(FITTED_SAMPLES, len(self.usable))
-            numbers = random.Random(config.seed).sample(list(self.usable), few)
-            batches = self.source.batches([[number] for number in ranks.share(numbers)])
-            samples = (sample for batch in batches for sample in batch)
-            fit_to_features(head.to(ranks.device), samples, ranks, track)
-            ranks.broadcast([*head.parameters(), *head.buffers()])
+        ranks.broadcast([*head.to(ranks.device).parameters(), *head.buffers()])
         return head
 
     def fit(self, output: Artifact, track: Track) -> None:
@@ -449,11 +437,9 @@ class Trainer:
             output.finish("train", self.settings, self.inputs, counts, self._facts(head))
 
     def _finished_head(self) -> Head:
-        """A copy of the head, unsharded, without feature_scale. All ranks call it."""
-        head, weights = Head(self.state.head.config).to(self.ranks.device), self.state.weights()
-        if "feature_scale" in weights:
-            weights["fc.weight"] = weights["fc.weight"] * weights.pop("feature_scale")
-        head.load_state_dict(weights)
+        """A copy of the head, unsharded. All ranks call it."""
+        head = Head(self.state.head.config).to(self.ranks.device)
+        head.load_state_dict(self.state.weights())
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
     def _facts(self, head: Head) -> dict[str, Any]:
