@@ -33,9 +33,9 @@ ROOMS = {
     "privacy": (139, "personal data and secrets: search, surrogates, key"),
     "features": (119, "the target's answers and its hidden states"),
     "bench": (114, "any server measured over HTTP, and watched"),
-    "train": (100, "objective, optimizer, runs"),
+    "train": (98, "objective, optimizer, runs"),
     "cli": (121, "one file per command"),
-    "top": (157, "artifacts, stores, records, errors, names of models, pages, Python's API"),
+    "top": (158, "artifacts, stores, records, errors, names of models, pages, Python's API"),
     "export": (86, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (42, "chat template and tokenizer"),
     "shards": (40, "the feature format"),
@@ -43,8 +43,8 @@ ROOMS = {
     "gguf": (63, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (10, "tokens and bytes of a run"),
     "builtin": (4, "the packaged models and prompts"),
-    "tests": (1913, "proofs"),
-    "benchmarks": (318, "the scripts behind the figures of README and results"),
+    "tests": (1910, "proofs"),
+    "benchmarks": (317, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
 SCRIPT_PARTS = {"held_out.py", "natural.py", "random_models.py", "servers.py", "train_step.py"}

@@ -18,8 +18,8 @@ from eyas.model.target import Target
 from eyas.operators.head import load_head
 from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import Features
-from eyas.train.start import initialise, recount
+from eyas.shards import Features, Sample
+from eyas.train.start import initialise, recount, scale_to_states
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
 from tests.test_cli import run_eyas
@@ -37,6 +37,20 @@ CONFIG = TrainConfig(
     stop={"measurements": 0},
 )
 TUNED = {"epochs": 2, "head": {}, "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize("train_lm_head", [True, False])
+def test_a_new_heads_logits_begin_at_the_targets_scale(train_lm_head):
+    head, vocabulary = wavy_head(train_lm_head=train_lm_head), tiny_vocabulary()
+    initialise(head, vocabulary, seed=0)
+    mask_T, hidden_TH = torch.arange(8) > 3, torch.full((8, head.config.hidden_size), 1e4)
+    hidden_TH[mask_T] = 32.0
+    whole = Sample("whole", torch.zeros(8), mask_T, torch.zeros(8, 1), hidden_TH)
+    broken = Sample("broken", torch.zeros(8), mask_T, torch.zeros(8, 1), hidden_TH * torch.nan)
+    scale_to_states(head, [whole, broken])
+    logits_W = head.norm.weight * 1.0 @ head.lm_head.weight.T
+    expected_W = 32.0 * vocabulary.lm_head[head.target_ids_W].sum(1)
+    torch.testing.assert_close(logits_W, expected_W)
 
 
 class World:

@@ -5,6 +5,8 @@ Letters: V target vocabulary, W draft vocabulary, H hidden.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -17,9 +19,10 @@ from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.dialects import LM_HEAD
 from eyas.operators.head import Head, load_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
-from eyas.shards import FeatureMeta
+from eyas.shards import FeatureMeta, Sample
 
 COVERAGE = 0.99  # of the answers' tokens by the default draft vocabulary
+SCALED_BY = 16  # conversations for `scale_to_states`
 W_IN_STEPS_OF = 128  # a size that all devices multiply well
 RIDGE = 0.01  # times the mean square of the regressors
 
@@ -91,6 +94,24 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
         elif name != LM_HEAD:
             weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
     head.lm_head.weight.copy_(vocabulary.lm_head[head.target_ids_W])
+
+
+@torch.no_grad()
+def scale_to_states(head: Head, samples: Iterable[Sample]) -> None:
+    """Let a new head's logits begin at the target's scale: lm_head (norm, if lm_head is frozen)
+    takes the root mean square of the answers' last hidden states, 2 for SmolLM2, more for Gemma.
+    """
+    square, count = 0.0, 0
+    for sample in samples:
+        states = sample.last_hidden[sample.loss_mask].double()
+        if states.isfinite().all():  # else the step that meets it will name it
+            square += float(states.square().sum())
+            count += states.numel()
+    scale = math.sqrt(square / count) if square else 1.0
+    if head.config.train_lm_head:
+        head.lm_head.weight.mul_(scale)
+    else:
+        head.norm.weight.fill_(scale)
 
 
 def existing_head(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +38,12 @@ from eyas.train.held_out import MEASURED_STEPS, HeldOutSample
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, asked_to_stop, joined, unsharded
 from eyas.train.start import (
+    SCALED_BY,
     StartConfig,
     existing_head,
     fresh_head,
     recount,
+    scale_to_states,
 )
 from eyas.train.state import (
     CHECKPOINT,
@@ -260,6 +263,10 @@ class Trainer:
                 recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
             return head
         head = fresh_head(config.head, self.source.meta, vocabulary, self.counts_V, config.seed)
+        numbers = random.Random(config.seed).sample(list(self.usable), len(self.usable))
+        batches = self.source.batches([[number] for number in numbers[:SCALED_BY]])
+        with ranks.raised_on_all():
+            scale_to_states(head, (sample for batch in batches for sample in batch))
         ranks.broadcast([*head.to(ranks.device).parameters(), *head.buffers()])
         return head
 
