@@ -243,6 +243,7 @@ class TestPipeline:
         assert re.fullmatch(r"head \w{16}: no stages\n", bare)
         assert_one_clear_error(run_eyas(f"lineage {made.target}"), "is no EAGLE-3 head")
         lineage = run_eyas(f"lineage {tmp_path}/export").stdout
+        assert run_eyas(f"lineage {tmp_path}/export/vllm").stdout == lineage
         for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0"):
             assert word in lineage
 

@@ -584,6 +584,15 @@ def test_a_text_is_what_the_engine_decodes(client, world):
     assert (usage.choices, usage.usage.completion_tokens) == ([], 12)
 
 
+def test_usage_says_how_much_of_a_prompt_was_found_computed(client):
+    prompt = [41, 5] * 25  # three pages and two tokens
+    for found in (0, 48):
+        usage = complete(client, prompt, n=2).usage
+        assert usage.prompt_tokens_details.cached_tokens == found
+    several = complete(client, [[*prompt, 6], [*prompt, 7]]).usage
+    assert (several.prompt_tokens, several.prompt_tokens_details.cached_tokens) == (102, 96)
+
+
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_choices_are_in_prompt_order(client, world, as_tokens):
     texts = ["I would like", "The address is", "71 North"]

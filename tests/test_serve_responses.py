@@ -40,9 +40,10 @@ def test_an_answer_is_that_of_a_chat(client):
     reply = respond(client)
     assert reply.output_text == text_of(ask(client))
     assert (reply.object, reply.model, reply.store) == ("response", MODEL, False)
-    chat, usage = ask(client).usage, reply.usage
+    chat, usage = ask(client).usage, respond(client).usage
     counts = usage.input_tokens, usage.output_tokens, usage.total_tokens
     assert counts == (chat.prompt_tokens, chat.completion_tokens, chat.total_tokens)
+    assert usage.input_tokens_details.cached_tokens == chat.prompt_tokens_details.cached_tokens > 0
     assert usage.eyas["rounds"] == 0
 
 

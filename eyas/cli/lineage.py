@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +20,12 @@ def command(
     ],
 ) -> None:
     """Print what made an artifact: a line for each stage, the last first, with its sources."""
-    folder = Artifact(locate(artifact))
-    if folder.exists(MANIFEST) or folder.exists(IDENTITY):
-        print("\n".join(lines(folder.manifest())))
-        return
+    url = locate(artifact)
+    above = os.path.dirname(url.rstrip("/")) or "."  # an export, of whose forms this may be one
+    for folder in map(Artifact, (url, above)):
+        if folder.exists(MANIFEST) or folder.exists(IDENTITY):
+            print("\n".join(lines(folder.manifest())))
+            return
     head = head_manifest(artifact, {})
     local = Path(resolve_head(artifact))
     open_checkpoint(local)  # refuses a target

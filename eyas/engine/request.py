@@ -220,7 +220,7 @@ class Update:
     request's n samples. logprobs: one entry a token; prompt_logprobs: from the prompt's second
     token on, with the sample's first update; tree: of a round with candidates; each if requested.
     text: of a request with stop strings, the new certain text; None: decode the tokens. error: why
-    the sample ended early.
+    the sample ended early. num_reused_tokens: of the prompt, found computed; with the first update.
     """
 
     request_id: str
@@ -233,6 +233,7 @@ class Update:
     text: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     error: InputError | None = None
+    num_reused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,6 +297,7 @@ def update_of(
     first = sample.num_emitted - len(tokens)
     if tokens or sample.finish_reason is not None:
         of_prompt, sample.prompt_logprobs = sample.prompt_logprobs, None
+    num_reused, sample.num_reused = sample.num_reused, 0
     return Update(
         request_id=sample.request.id,
         token_ids=tokens,
@@ -308,4 +309,5 @@ def update_of(
         text=None if sample.stops is None or not tokens else sample.stops.take_text(),
         prompt_logprobs=of_prompt,
         error=sample.error,
+        num_reused_tokens=num_reused,
     )

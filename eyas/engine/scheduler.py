@@ -56,6 +56,7 @@ class RunningSample:
         self.sampler, self.stops = sampler, stops
         self.tokens: list[int] = list(request.prompt_ids)
         self.num_cached = 0  # while it waits: columns found in kept pages
+        self.num_reused = 0  # such columns of the first start, until an update has said so
         self.draft_len = 1
         self.pages: list[int] = []
         self.num_kept = 0  # its first pages, kept for others
@@ -343,6 +344,7 @@ class Scheduler:
         self._running.append(newcomer)
         if newcomer.place > 0:  # it has not run before
             self.num_prompt_tokens += newcomer.prefill_end
+            newcomer.num_reused = newcomer.num_cached
             self.num_reused_tokens += newcomer.num_cached
         return newcomer
 

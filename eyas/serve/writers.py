@@ -119,6 +119,7 @@ class CompletionWriter(ABC):
     ) -> None:
         self.requests = requests
         self.num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.num_reused_tokens = 0
         self.accept_hist: list[int] = []
         self.first_at: float | None = None
         self.last_at: float | None = None
@@ -164,6 +165,8 @@ class CompletionWriter(ABC):
         self.first_at = self.first_at or self.last_at
         if update.num_accepted_drafts is not None:
             count_round(self.accept_hist, update.num_accepted_drafts)
+        if update.index == 0:  # others find what this one computed
+            self.num_reused_tokens += update.num_reused_tokens
         choice = self._by_sample[update.request_id, update.index]
         return choice, choice.push(update) if choice.ending is None else None
 
@@ -173,6 +176,7 @@ class CompletionWriter(ABC):
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_reused_tokens},
             "eyas": {
                 "rounds": sum(self.accept_hist),
                 "accept_hist": self.accept_hist,
