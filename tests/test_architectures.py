@@ -35,7 +35,7 @@ from tests.tiny_prompts import eval_prompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 TRAIN = TrainConfig(
-    objective={"num_ttt_steps": 2}, epochs=2, batches={"tokens": 256}, stop={"measurements": 1}
+    objective={"num_ttt_steps": 2}, epochs=24, batches={"tokens": 256}, stop={"measurements": 1}
 )
 SPECULATION = "fixed(2,2,4)"
 EVAL = EvalConfig(trees=(SPECULATION,), temperatures=(0.0,), max_tokens=6, num_draft_steps=2)
