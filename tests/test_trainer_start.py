@@ -40,7 +40,7 @@ TUNED = {"epochs": 2, "head": {}, "learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize("train_lm_head", [True, False])
-def test_a_new_heads_logits_begin_at_the_targets_scale(train_lm_head):
+def test_a_new_heads_logits_begin_at_half_the_targets_scale(train_lm_head):
     head, vocabulary = wavy_head(train_lm_head=train_lm_head), tiny_vocabulary()
     initialise(head, vocabulary, seed=0)
     mask_T, hidden_TH = torch.arange(8) > 3, torch.full((8, head.config.hidden_size), 1e4)
@@ -49,7 +49,7 @@ def test_a_new_heads_logits_begin_at_the_targets_scale(train_lm_head):
     broken = Sample("broken", torch.zeros(8), mask_T, torch.zeros(8, 1), hidden_TH * torch.nan)
     scale_to_states(head, [whole, broken])
     logits_W = head.norm.weight * 1.0 @ head.lm_head.weight.T
-    expected_W = 32.0 * vocabulary.lm_head[head.target_ids_W].sum(1)
+    expected_W = 16.0 * vocabulary.lm_head[head.target_ids_W].sum(1)
     torch.testing.assert_close(logits_W, expected_W)
 
 

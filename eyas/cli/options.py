@@ -48,12 +48,7 @@ RunFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="FIELD=VALUE",
-        help="change one field, e.g. epochs=3; of a whole run train.epochs=3",
-    ),
+    typer.Option("--set", "-s", metavar="FIELD=VALUE", help="change one field, e.g. epochs=3"),
 ]
 
 
