@@ -274,7 +274,7 @@ def call_schema(tools: Sequence[Tool]) -> str:
         if "properties" in parameters and parameters.keys().isdisjoint(_JOINS):
             parameters.setdefault("additionalProperties", False)
         # with an id, "#" in a $ref is the parameters' own root; draft 7 ignores an id beside $ref
-        parameters["$id"] = f"tool:{name}"
+        parameters["$id"] = f"tool:{len(calls)}"  # names may stand twice
         parameters.pop("$schema", None)
         properties = {"name": {"const": name}, "arguments": parameters}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
