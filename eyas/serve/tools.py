@@ -267,7 +267,7 @@ def call_schema(tools: Sequence[Tool]) -> str:
     """The JSON schema of a call of one of the tools; arguments that its parameters do not name need
     additionalProperties, and a tool without parameters has no arguments.
     """
-    calls = []
+    calls: list[dict[str, Any]] = []
     for tool in tools:
         name, given = tool.function.name, tool.function.parameters
         parameters = plain_schema(given or {"type": "object", "properties": {}})
