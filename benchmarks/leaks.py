@@ -1,7 +1,7 @@
 """What of the conversations that a head was trained on can be got out of it, and what lowers it.
 
     python benchmarks/leaks.py [--quick] [--data FILE] [--prompts 1000] [--passes 3]
-    [--recipe "few tokens: head.draft_vocab_size=1024"] [--only default "no fit"]
+    [--recipe "few tokens: head.draft_vocab_size=1024"] [--only default refresh]
 
 The target's answers to real prompts and their features are made once and kept, or given; half of
 the conversations are held out. Among the others stand canaries, 99 invented secrets of invented

@@ -35,7 +35,9 @@ def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> Con
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        wrong = [_in_words(kind, item) for item in error.errors()]
+        # unknown fields first: a misspelt one is also a lacking one
+        found = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+        wrong = [_in_words(kind, item) for item in found]
         raise ConfigError(
             f"{where} does not fit: " + "; ".join(one for one, _ in wrong),
             f"change the field in the run file, by --set or as an argument; {wrong[0][1]}",

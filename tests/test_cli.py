@@ -123,6 +123,8 @@ class TestConfig:
             Sample, "sample", lr=2.5, names=None
         )
         assert config == Sample(lr=0.25, names=("a",), inner=Inner(depth=3))
+        merged = "one: &one {lr: 1}\ntwo: {in: &two {<<: *one, lr: 2}}\nsample: {<<: *two, lr: 3}"
+        assert StageOptions(self.write(tmp_path, merged)).section("sample") == {"lr": 3}
 
     @pytest.mark.parametrize(
         ("words", "flags"),
@@ -153,7 +155,7 @@ class TestConfig:
         ("text", "given", "words"),
         [
             ("sample: {lr: fast, inner: {depth: y}}", {}, "sample .*lr: .*; inner.depth: "),
-            ("sample: {speed: 1}", {}, "(?s)speed: no such field.*lr, names, inner"),
+            ("sample: {lr: x, speed: 1}", {}, "(?s)fit: speed: no such field; lr.*names, inner"),
             ("sample: {lr: 1}", {"overrides": ["lr.x=1"]}, r"--set lr\.x: lr is a value"),
             (
                 "sample: {inner: {depth: 1}}",
@@ -165,8 +167,9 @@ class TestConfig:
             ("sample: {", {}, "not YAML"),
             ("sample: fast", {}, "no section 'sample' with fields"),
             ("sample:\n  lr: 1\n  lr: 2", {}, "'lr' stands twice"),
+            ("sample: {}", {"overrides": ["inner={depth: 1, depth: 2}"]}, "not YAML"),
             ("- 1", {}, "no sections"),
-            ("train: {}", {}, "(?s)no section 'sample'.*train"),
+            ("{train: {}, 1: {}}", {}, "(?s)no section 'sample'.*train, 1"),
             # as `--start` beside a run file's `start: smollm2`
             ("sample: {inner: 1}", {"flags": {"inner.depth": 2}}, "--depth: inner is"),
             ("sample: {lr: 1}", {"options": {"lr.x": 2}}, "--lr: lr is"),

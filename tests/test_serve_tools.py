@@ -322,3 +322,12 @@ def test_arguments_follow_the_parameters(plain, parameters, right, wrong):
     calls = [json.dumps({"name": "f", "arguments": one}) for one in (right, wrong)]
     params = SamplingParams(json_schema=call_schema(tools))
     assert allowed(plain, params, *calls) == [True, False]
+
+
+def test_tools_of_one_name_keep_their_own_definitions(plain):
+    each = [{"$ref": "#/$defs/a", "$defs": {"a": {"const": one}}} for one in (1, 2)]
+    functions = [{"name": "f", "parameters": one} for one in each]
+    tools = [Tool.model_validate({"type": "function", "function": one}) for one in functions]
+    calls = [json.dumps({"name": "f", "arguments": one}) for one in (1, 2, 3)]
+    params = SamplingParams(json_schema=call_schema(tools))
+    assert allowed(plain, params, *calls) == [True, True, False]

@@ -61,14 +61,15 @@ def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
 class _UniqueKeys(yaml.SafeLoader):
     """Without keys that stand twice, of which PyYAML takes the last one."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set[str]()
         for key, _ in node.value:
             if str(key.value) in seen:
                 what = f"{key.value!r} stands twice"
                 raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
             seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
                 f"--set {assignment} has no form FIELD=VALUE", "write e.g. --set epochs=3"
             )
         try:
-            values = with_value(values, name.strip(), yaml.safe_load(text))
+            values = with_value(values, name.strip(), yaml.load(text, _UniqueKeys))
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"--set {assignment}: the value is not YAML", "quote it, e.g. --set 'name=\"a: b\"'"
@@ -141,7 +142,7 @@ class StageOptions:
         section = content.get(stage, "")
         if not isinstance(section, dict | None):
             what = f"{self.run_file} has no section {stage!r} with fields"
-            raise ConfigError(what, f"it has: {', '.join(content)}")
+            raise ConfigError(what, f"it has: {', '.join(map(str, content))}")
         return section or {}
 
     def config(self, kind: type[ConfigT], stage: str, **options: Any) -> ConfigT:

@@ -267,14 +267,14 @@ def call_schema(tools: Sequence[Tool]) -> str:
     """The JSON schema of a call of one of the tools; arguments that its parameters do not name need
     additionalProperties, and a tool without parameters has no arguments.
     """
-    calls = []
+    calls: list[dict[str, Any]] = []
     for tool in tools:
         name, given = tool.function.name, tool.function.parameters
         parameters = plain_schema(given or {"type": "object", "properties": {}})
         if "properties" in parameters and parameters.keys().isdisjoint(_JOINS):
             parameters.setdefault("additionalProperties", False)
         # with an id, "#" in a $ref is the parameters' own root; draft 7 ignores an id beside $ref
-        parameters["$id"] = f"tool:{name}"
+        parameters["$id"] = f"tool:{len(calls)}"  # names may stand twice
         parameters.pop("$schema", None)
         properties = {"name": {"const": name}, "arguments": parameters}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
