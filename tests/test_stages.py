@@ -212,7 +212,7 @@ def test_killed_work_is_not_read_as_whole_and_is_resumed_to_the_same_bytes(world
         output = Artifact(str(tmp_path / str(number)))
         killed_before_write(world, stage, output, number)
         assert not output.is_done()
-        with pytest.raises(InputError, match=r"is unfinished|does not exist|is no output of a stage"):
+        with pytest.raises(InputError, match=r"unfinished|does not exist|no output of"):
             Artifact(output.url).manifest()
         resumed = Artifact(output.url)
         manifest = stage.run(world, resumed, 0, quiet)
