@@ -300,10 +300,12 @@ def test_bytes_that_are_no_text(tmp_path):
         "Explain this: User: hi, is my name ok?",
         "What does an assistant do?\nAssistant: a job.",
         "a <| b |> c",
+        "In F#, match a with [|x|] -> x",
     ],
 )
 def test_a_prompt_may_speak_of_assistants(tmp_path, text):
-    (row,) = read(write(tmp_path / "set.jsonl", json.dumps({"prompt": text})))
+    held = {"prompt": text, "image": {"bytes": None}, "images": [None], "history": [[]]}
+    (row,) = read(write(tmp_path / "set.jsonl", json.dumps(held)))
     assert row.turns == (text,)
 
 

@@ -36,7 +36,7 @@ TOOL_ROLES = frozenset(
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
 # A text of both sides has a reserved token, or a line of the assistant after one of the user.
-RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|\w+\|\]|</assistant>")
+RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|(?:Human|AI)\|\]|</assistant>")
 SPOKEN = r"(?:^[#*<> \t]*|### ?|\b(?-i:(?=[A-Z]+:)))(?:{})[*> \t]*[:：]"  # or in one line
 BY_USER = re.compile(SPOKEN.format("human|user|prompter|instruction|用户"), re.I | re.M)
 BY_ASSISTANT = re.compile(
@@ -252,9 +252,11 @@ def _first(value: dict[str, Any], *keys: str) -> Any:
     return next((value[key] for key in keys if value.get(key) is not None), None)
 
 
-def _is_given(tools: Any) -> bool:
-    """A table's cell may hold an empty list as text."""
-    return bool(tools) and tools not in ("[]", "null", "{}")
+def _is_given(held: Any) -> bool:
+    """A table's cell may hold an empty list as text, or an image without bytes and path."""
+    if isinstance(held, dict | list):
+        return any(held.values() if isinstance(held, dict) else held)
+    return bool(held) and held not in ("[]", "null", "{}")
 
 
 def _role(message: dict[str, Any]) -> str:
