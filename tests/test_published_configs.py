@@ -120,6 +120,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "olmo3", "max_position_embeddings": 65536, "rms_norm_eps": 1e-6,
         "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 2, "sliding_window": 64,
         "rope_theta": 500000,
+        "original_max_position_embeddings": 64, "rope_local_base_freq": 9.0,  # unread
         "rope_scaling": {
             "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1,
             "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn",

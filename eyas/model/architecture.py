@@ -255,13 +255,13 @@ class Unsupported(Exception):
     """What our decoder does not compute: a sentence's rest."""
 
 
-# In the config.json of a family without them in `defaults`, nothing reads these.
+# In a config of a family without them in `defaults`, nothing reads these.
 OF_SOME = (
     "attention_chunk_size attn_temperature_tuning interleave_moe_layer_step intermediate_size_mlp "
     "moe_layers use_qk_norm no_rope_layers no_rope_layer_interval position_embedding_type "
     "sliding_window_pattern attention_multiplier embedding_multiplier residual_multiplier "
     "logits_scaling attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar "
-    "norm_topk_prob hidden_activation"
+    "norm_topk_prob hidden_activation rope_local_base_freq"
 )
 
 
@@ -280,7 +280,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**family.defaults, **{key: merged[key] for key in merged.keys() - ignored}}
 
 
-# What is computed with before TargetConfig has checked it.
+# Computed with before they are checked.
 NUMBERS = (
     "hidden_size num_hidden_layers num_attention_heads head_dim max_position_embeddings "
     "sliding_window intermediate_size attention_chunk_size"
@@ -383,7 +383,7 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
-    # a Mistral with layer_types is a Ministral
+    # a Mistral with layer_types: a Ministral
     has_types = family.window_period != ALL_SLIDING or family.name == "Mistral"
     stated = config.get("layer_types") if has_types else None
     stated = stated or _stated_types(config, family, turned)
@@ -440,7 +440,7 @@ def rotations_of(
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"
-    if by_kind:  # transformers looks there for the whole context only
+    if family.local_rope:  # transformers looks there for the whole context
         config = {key: one for key, one in config.items() if not key.startswith("original_max")}
     full = with_context(full, config)
     share = given(full, "partial_rotary_factor", given(config, "partial_rotary_factor", 1.0))
