@@ -69,7 +69,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "num_local_experts": 1,
         },
     },
-    "Llama 4 without norms of heads, with YaRN, and nothing added to its scale": {
+    "Llama 4 without norms of heads, with YaRN": {
         **LLAMA_4, "attn_scale": 0.0, "max_position_embeddings": 512, "use_qk_norm": False,
         "rope_scaling": {
             "factor": 4.0, "original_max_position_embeddings": 128, "rope_type": "yarn",
@@ -186,7 +186,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "llama", "max_position_embeddings": 512,
         "rope_scaling": {"factor": 4.0, "type": "linear"},
     },
-    "OLMo 3 with what transformers takes by default": {
+    "OLMo 3 by default": {
         "model_type": "olmo3", "max_position_embeddings": 512, "sliding_window": 64,
         "sliding_window_pattern": 3,  # unread
     },
@@ -196,7 +196,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512, "no_rope_layers": 8 * [0], "query_pre_attn_scalar": 9,
         "position_embedding_type": "nope", "residual_multiplier": 0.3,
     },
-    "Llama that states its rotary embedding in both forms, with Ministral's scale": {
+    "Llama, rotary embedding in both forms": {
         "model_type": "llama", "max_position_embeddings": 512, "rope_theta": 5e5,
         "rope_parameters": {"rope_theta": 99.0, "rope_type": "default"},  # unread
         "rope_scaling": {"factor": 4.0, "llama_4_scaling_beta": 0.1, "rope_type": "yarn"},
@@ -207,7 +207,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_theta": 5e5, "rope_type": "default"}},
         "rope_scaling": {"factor": 4.0, "rope_type": "linear"},
     },
-    "Ministral-8B-Instruct-2410 with shorter windows": {
+    "Ministral-8B-Instruct-2410": {
         "model_type": "mistral", "max_position_embeddings": 512, "sliding_window": 64,
         "head_dim": 16, "layer_types": ["full_attention", *3 * ["sliding_attention"]] * 2,
     },
