@@ -277,7 +277,6 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
-            "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "sliding_window_pattern": 6,
         },

@@ -248,4 +248,4 @@ def test_trees_that_cannot_be_walked_are_refused(world, vocabulary, tmp_path, tm
     target = saved_architecture(tmp_path_factory.getbasetemp(), "opt")
     words = ("eval", head_folder(target, tmp_path / "head"), "-t", target, "-o", tmp_path / "other")
     refused = run_eyas(*words, "--prompts", prompts_file(tmp_path, COUNT))
-    assert_one_clear_error(refused, "does not run a 'opt'", "--features", "eyas capture")
+    assert_one_clear_error(refused, "is a 'opt' model", "--features", "eyas capture")

@@ -37,7 +37,6 @@ from eyas.model.target import resolve_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import default_device
-from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import Flag, Settings
 from eyas.shards import FeatureSource
@@ -121,13 +120,15 @@ def evaluate(
         raise ConfigError("tolerance: there is no other head to compare with", "give --against")
     folder, prompts = resolve_target(target), prompts[: config.num_prompts]
     if prompts:
-        models, shape = config.models, target_shape(folder)
-        if not isinstance(shape, TargetConfig):
+        models = config.models
+        try:
+            shape = TargetConfig.from_folder(folder)
+        except MismatchError as error:
             raise MismatchError(
-                f"{target} answers no prompts here: our engine does not run a {shape.model_type!r}",
+                f"{error.what}: it answers no prompts here",
                 "give --features alone: let a server answer the prompts (`eyas generate --server "
                 "URL`), then `eyas capture` these answers with -s held_out_share=0.99",
-            )
+            ) from error
         dtype = resolve_dtype(models.dtype, shape)
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})

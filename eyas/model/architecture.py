@@ -57,8 +57,8 @@ from eyas.model.config import (
 )
 
 ELSEWHERE = (
-    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
-    "it through transformers, and check says which servers take the head"
+    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval --features and "
+    "export take it through transformers, and check says which servers take the head"
 )
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
 MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in memory
@@ -199,7 +199,7 @@ class TargetConfig(TargetShape):
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
         """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
-        CorruptError, and MismatchError for a model that we do not run.
+        CorruptError, and MismatchError for a model we do not run.
         """
         whole = read_config(folder)
         _refuse_quantised(folder, whole)
@@ -255,13 +255,13 @@ class Unsupported(Exception):
     """What our decoder does not compute: a sentence's rest."""
 
 
-# In the config.json of a family without them in `defaults`, nothing reads these.
+# In a config of a family without them in `defaults`, nothing reads these.
 OF_SOME = (
     "attention_chunk_size attn_temperature_tuning interleave_moe_layer_step intermediate_size_mlp "
     "moe_layers use_qk_norm no_rope_layers no_rope_layer_interval position_embedding_type "
     "sliding_window_pattern attention_multiplier embedding_multiplier residual_multiplier "
     "logits_scaling attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar "
-    "norm_topk_prob hidden_activation"
+    "norm_topk_prob hidden_activation rope_local_base_freq"
 )
 
 
@@ -280,16 +280,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**family.defaults, **{key: merged[key] for key in merged.keys() - ignored}}
 
 
-# What is computed with before TargetConfig has checked it.
+# Computed with before they are checked.
 NUMBERS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "sliding_window",
-    "intermediate_size",
-    "attention_chunk_size",
+    "hidden_size num_hidden_layers num_attention_heads head_dim max_position_embeddings "
+    "sliding_window intermediate_size attention_chunk_size"
 )
 
 
@@ -302,8 +296,8 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
 
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """A family's config.json as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
-    for name in NUMBERS:
+    """A family's config as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
+    for name in NUMBERS.split():
         if config.get(name) is not None:
             whole_number(config, name)
     if config["num_hidden_layers"] > MOST_PARTS:
@@ -389,7 +383,9 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
-    stated = config.get("layer_types") if family.window_period != ALL_SLIDING else None
+    # a Mistral with layer_types: a Ministral
+    has_types = family.window_period != ALL_SLIDING or family.name == "Mistral"
+    stated = config.get("layer_types") if has_types else None
     stated = stated or _stated_types(config, family, turned)
     if len(stated) != count:
         raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
@@ -440,11 +436,11 @@ def rotations_of(
     by_kind = {key: value for key, value in stated.items() if isinstance(value, dict)}
     if config.get("rope_parameters") and bool(by_kind) != family.local_rope:
         raise Unsupported(f"has rope_parameters of another form than {family.name}'s")
-    full = dict(by_kind.get(FULL, {}) if by_kind else stated)
+    full = by_kind.get(FULL, {}) | (config.get("rope_scaling") or {}) if by_kind else dict(stated)
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"
-    if by_kind:  # transformers looks there for the whole context only
+    if family.local_rope:  # transformers looks there for the whole context
         config = {key: one for key, one in config.items() if not key.startswith("original_max")}
     full = with_context(full, config)
     share = given(full, "partial_rotary_factor", given(config, "partial_rotary_factor", 1.0))
@@ -466,13 +462,15 @@ def rotations_of(
 
 
 def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    stated: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    first, second = ("rope_scaling", "rope_parameters")[:: -1 if family.local_rope else 1]
+    stated: dict[str, Any] = config.get(first) or config.get(second) or {}
     return stated or family.defaults.get("rope_scaling", {})
 
 
 def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> QueryScale | None:
     """Ministral's, which its rotary embedding states, or Llama 4's."""
-    if beta := _stated_rope(config, family).get("llama_4_scaling_beta"):
+    beta = _stated_rope(config, family).get("llama_4_scaling_beta")
+    if beta and family.name == "Ministral3":
         return QueryScale(beta=beta, length=rope.original_max_position_embeddings)
     if config.get("attn_temperature_tuning") and config["attn_scale"] != 0:
         return QueryScale(beta=config["attn_scale"], length=config["floor_scale"], first=1)

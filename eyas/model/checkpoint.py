@@ -199,13 +199,10 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
             sliding_window=(layer.get("sliding_window") or None) if uses_window(layer) else None,
         )
     except KeyError as error:
-        raise MismatchError(
-            f"the head's config lacks {error}",
-            RESTORE,
-        ) from error
+        raise MismatchError(f"the head's config lacks {error}", RESTORE) from error
     except ValidationError as error:
         raise MismatchError(
-            f"the head's config does not fit: {in_words(error)}", "restore it from its source"
+            f"the head's config does not fit: {in_words(error)}", RESTORE
         ) from error
 
 

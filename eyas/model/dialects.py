@@ -20,7 +20,6 @@ Form = Literal["eyas", "sglang", "vllm", "openvino"]
 HEAD_JSON, CONFIG_JSON = "eyas_head.json", "config.json"
 FORMAT = "eyas head 1"
 
-# Tensors
 MODEL, LAYER, SPECULATORS_LAYER = "model.", "midlayer.", "layers.0."
 EMBED_TOKENS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 MAPS = ("d2t", "t2d")

@@ -124,7 +124,6 @@ def built(variant: Variant, compiler: str, main: Path = variants.MAIN) -> Path:
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions. Raises OSError where its structs are others."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     lib.eyas_sizes.argtypes, lib.eyas_sizes.restype = [pointer, integer], integer
     sizes = (integer * (len(STRUCTS) + 1))()
@@ -170,9 +169,6 @@ def _checked(failure: int | None) -> Callable[..., Any]:
         return result
 
     return check
-
-
-# Arguments of a call
 
 
 def address(array: np.ndarray | None) -> int | None:

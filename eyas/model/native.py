@@ -209,9 +209,7 @@ class NativeDecoder:
         )
 
     def _lengthen(self, status: int, last_position: int) -> None:
-        """Make the table longer for a call that failed for its positions. Raises IndexError,
-        EyasError for other failures.
-        """
+        """For a call that failed for its positions. Raises IndexError, EyasError for others."""
         if status == BAD_LOGITS:
             raise no_best_logit(math.nan)
         may_grow = self._num_positions <= last_position < MOST_POSITIONS

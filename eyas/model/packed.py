@@ -68,7 +68,6 @@ class PackedLinear:
     """
 
     def __init__(self, handle: int) -> None:
-        """handle: of the library's product."""
         self.handle = handle
         weakref.finalize(self, library().eyas_free_linear, handle)
         self.num_bytes: int = library().eyas_linear_bytes(handle)

@@ -35,9 +35,6 @@ MAX_TREE_COLUMNS = 64
 RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-# Rows
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The M rows (tokens) of one forward.
@@ -121,9 +118,6 @@ def rows_of(arrays: RowArrays | np.ndarray, page_table: np.ndarray, first_column
     return Rows(token, request, position, slot, prefix_len, seen, pages, first_column)
 
 
-# The cache
-
-
 class PagedCache:
     """What `num_layers` layers keep of num_pages * page_size tokens: keys and values, or what a
     convolution reads.
@@ -161,9 +155,6 @@ class FeatureCache:
     def move(self, sources: list[int], destinations: list[int]) -> None:
         """As `PagedCache.move`."""
         self.data[destinations] = self.data[sources]
-
-
-# Results
 
 
 @dataclass(frozen=True, slots=True)

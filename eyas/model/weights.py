@@ -56,7 +56,8 @@ def read_arrays(
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
             found = sharded_arrays(root, index, wanted)
-            if not pickled and (root / single).exists():
+            listed = json.loads((root / index).read_bytes())["weight_map"].values()
+            if not pickled and single not in listed and (root / single).exists():
                 for name, twin in file_arrays(root / single, wanted).items():
                     if name not in found or not np.array_equal(twin, found[name]):
                         what = f"{root}: {name} differs in {single} and {index}"
@@ -169,7 +170,7 @@ def _safetensors(folder: Path) -> list[Path]:
 
 def _without_weights(folder: Path) -> MissingInputError:
     return MissingInputError(
-        f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
+        f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with shards"
     )
 
 
