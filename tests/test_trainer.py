@@ -241,18 +241,6 @@ def test_a_run_cut_before_its_first_checkpoint_begins_its_metrics_again(
     assert learned(output) == learned(whole)
 
 
-def test_a_run_that_an_earlier_version_began_is_refused(made, features, tmp_path):
-    """It had one tensor more: a scale of fc's inputs."""
-    output = Artifact(str(tmp_path / "head"))
-    with pytest.raises(KeyboardInterrupt):
-        run(made[0], features, output, interrupt_at(4))
-    content = torch.load(tmp_path / "head" / CHECKPOINT, weights_only=True)
-    content["head"]["feature_scale"] = torch.ones(3)
-    torch.save(content, tmp_path / "head" / CHECKPOINT)
-    with pytest.raises(MismatchError, match="is of an earlier eyas"):
-        run(made[0], features, output)
-
-
 def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, monkeypatch):
     monkeypatch.setattr("eyas.train.state.UPLOAD_S", 0.0)
     output, seen = Artifact("memory://metrics-as-they-are-made"), []

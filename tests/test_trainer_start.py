@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,31 @@ CONFIG = TrainConfig(
 TUNED = {"epochs": 2, "head": {}, "learning_rate": 1e-3}
 
 
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}])
 @pytest.mark.parametrize("train_lm_head", [True, False])
-def test_a_new_heads_logits_begin_at_half_the_targets_scale(train_lm_head):
-    head, vocabulary = wavy_head(train_lm_head=train_lm_head), tiny_vocabulary()
+def test_a_new_head_is_scaled_by_the_targets_states(train_lm_head, options):
+    """One channel is 300 times the others, and position 0 a thousand times."""
+    head, vocabulary = wavy_head(train_lm_head=train_lm_head, **options), tiny_vocabulary()
     initialise(head, vocabulary, seed=0)
-    mask_T, hidden_TH = torch.arange(8) > 3, torch.full((8, head.config.hidden_size), 1e4)
-    hidden_TH[mask_T] = 32.0
-    whole = Sample("whole", torch.zeros(8), mask_T, torch.zeros(8, 1), hidden_TH)
-    broken = Sample("broken", torch.zeros(8), mask_T, torch.zeros(8, 1), hidden_TH * torch.nan)
-    scale_to_states(head, [whole, broken])
-    logits_W = head.norm.weight * 1.0 @ head.lm_head.weight.T
-    expected_W = 16.0 * vocabulary.lm_head[head.target_ids_W].sum(1)
-    torch.testing.assert_close(logits_W, expected_W)
+    width, H = head.fc.in_features, head.config.hidden_size
+    aux_TA = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
+    aux_TA[:, 7] *= 300
+    aux_TA[0] *= 1000
+    aux_TA[:, 9] = 0.0
+    hidden_TH = torch.full((200, H), 32.0)
+    hidden_TH[0] *= 1000
+    whole = Sample("whole", torch.zeros(200), torch.ones(200) > 0, aux_TA, hidden_TH)
+    prompt = replace(whole, loss_mask=torch.zeros(200) > 0)
+    broken = replace(whole, aux_hidden=aux_TA * torch.nan)
+    scale_to_states(head, [prompt, whole, broken])
+    logits_W = head.norm.weight @ head.lm_head.weight.T
+    torch.testing.assert_close(logits_W, 16.0 * vocabulary.lm_head[head.target_ids_W].sum(1))
+    if options:
+        assert torch.equal(head.feature_scale, torch.ones(width))
+    else:
+        size_A = head.fc_inputs(aux_TA[1:]).square().mean(0).sqrt()
+        torch.testing.assert_close(size_A, (torch.arange(width) != 9).float())
+    assert head.fuse(aux_TA).isfinite().all()
 
 
 class World:

@@ -98,6 +98,7 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
         tau = next(taus)
         if tau == 1.9:
             at_best.update(module.head.state_dict())
+            at_best["fc.weight"] = at_best["fc.weight"] * at_best.pop("feature_scale")
             at_best.update({name: weight.clone() for name, weight in at_best.items()})
         return torch.tensor([[round(10 * tau), 10]]), 1.0
 

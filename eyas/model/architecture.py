@@ -462,9 +462,12 @@ def rotations_of(
 
 
 def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    first, second = ("rope_scaling", "rope_parameters")[:: -1 if family.local_rope else 1]
-    stated: dict[str, Any] = config.get(first) or config.get(second) or {}
-    return stated or family.defaults.get("rope_scaling", {})
+    usual, named = family.defaults.get("rope_scaling"), config.get("rope_parameters")
+    scaling = config.get("rope_scaling")  # transformers prefers it, if it is not the default
+    if named and (family.local_rope or scaling == usual):
+        scaling = named
+    stated: dict[str, Any] = scaling or named or usual or {}
+    return stated
 
 
 def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> QueryScale | None:

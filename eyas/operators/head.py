@@ -109,17 +109,21 @@ class Midlayer(nn.Module):
 class Head(nn.Module):
     """A draft head of `config`'s shape. `forward` takes embeddings: the target's or the head's own.
 
-    embed_tokens [V, H], float32: a published head's own; not trained or written.
+    embed_tokens [V, H], float32: a published head's own; not trained or written. feature_scale
+    [3 H], float32: multiplies fc's inputs in training, and is folded into fc before the head is
+    written (`train.start.scale_to_states`).
     """
 
     d2t: Tensor
     t2d: Tensor
     embed_tokens: Tensor | None
+    feature_scale: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         self.register_buffer("embed_tokens", None, persistent=False)
+        self.register_buffer("feature_scale", None)
         H, W = config.hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # skip random initialisation
             if config.norm_before_fc:
@@ -162,6 +166,8 @@ class Head(nn.Module):
             aux_hidden = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
         if self.config.norm_before_fc:
             aux_hidden = self.input_norm(aux_hidden)
+        if self.feature_scale is not None:
+            aux_hidden = aux_hidden * self.feature_scale
         return aux_hidden
 
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from eyas.shards import FeatureMeta, Sample
 
 COVERAGE = 0.99  # of the answers' tokens by the default draft vocabulary
 SCALED_BY, START_SCALE = 16, 0.5  # conversations, and the share, of `scale_to_states`
+LEAST_CHANNEL = 1e-3  # times the mean size of a channel: smaller ones are scaled as this
 W_IN_STEPS_OF = 128  # a size that all devices multiply well
 RIDGE = 0.01  # times the mean square of the regressors
 
@@ -98,18 +99,28 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
 
 @torch.no_grad()
 def scale_to_states(head: Head, samples: Iterable[Sample]) -> None:
-    """Let a new head's logits begin at half the target's scale: lm_head (norm, if lm_head is
-    frozen) takes half the root mean square of the answers' last hidden states, which is 2 for
-    SmolLM2. Of that scale tau after 84 steps is 1.01 times that of the whole one, and much less is
-    worse (docs/experiments/heads.md).
+    """Scale a new head by the target's states in these answers (docs/decisions/training.md).
+
+    lm_head (norm, if lm_head is frozen) takes half their root mean square, so that logits begin at
+    half the target's scale. Where no norm stands before fc, `feature_scale` gives fc's input
+    channels a mean square of 1, since targets have a few channels that are far larger.
     """
-    square, count = 0.0, 0
+    square, last_square, count = torch.zeros(head.fc.in_features, dtype=torch.float64), 0.0, 0
     for sample in samples:
-        states = sample.last_hidden[sample.loss_mask].double()
-        if states.isfinite().all():  # else the step that meets it will name it
-            square += float(states.square().sum())
-            count += states.numel()
-    scale = START_SCALE * math.sqrt(square / count) if square else 1.0
+        answer_T = sample.loss_mask.clone()
+        answer_T[:1] = False  # targets keep states at position 0 that are far larger
+        aux, last = (one[answer_T].double() for one in (sample.aux_hidden, sample.last_hidden))
+        if aux.isfinite().all() and last.isfinite().all():  # else its step will name the sample
+            square += aux.square().sum(0)
+            last_square += float(last.square().sum()) / last.shape[1]
+            count += len(last)
+    head.feature_scale = torch.ones(len(square))
+    if not last_square:
+        return
+    if not (head.config.fc_norm or head.config.norm_before_fc):
+        rms_A = (square / count).sqrt()
+        head.feature_scale = rms_A.clamp(min=LEAST_CHANNEL * float(rms_A.mean())).float().pow(-1)
+    scale = START_SCALE * math.sqrt(last_square / count)
     if head.config.train_lm_head:
         head.lm_head.weight.mul_(scale)
     else:

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from eyas.artifact import Artifact
-from eyas.errors import MismatchError
 from eyas.operators.head import Head
 from eyas.stores import storage_errors
 from eyas.train.ranks import Ranks
@@ -204,11 +203,6 @@ def checkpoint(output: Artifact, ranks: Ranks) -> dict[str, Any]:
         if ranks.is_first and output.exists(CHECKPOINT):
             stream = io.BytesIO(output.read(CHECKPOINT))
             content = torch.load(stream, map_location="cpu", weights_only=True)
-            if "feature_scale" in content["head"]:  # until 2026-11 a new head was fitted first
-                raise MismatchError(
-                    f"the unfinished run at {output.url} is of an earlier eyas",
-                    "finish it with that version, or give another --output",
-                )
     return content
 
 

@@ -444,9 +444,11 @@ class Trainer:
             output.finish("train", self.settings, self.inputs, counts, self._facts(head))
 
     def _finished_head(self) -> Head:
-        """A copy of the head, unsharded. All ranks call it."""
-        head = Head(self.state.head.config).to(self.ranks.device)
-        head.load_state_dict(self.state.weights())
+        """A copy of the head, unsharded, without feature_scale. All ranks call it."""
+        head, weights = Head(self.state.head.config).to(self.ranks.device), self.state.weights()
+        if "feature_scale" in weights:
+            weights["fc.weight"] = weights["fc.weight"] * weights.pop("feature_scale")
+        head.load_state_dict(weights)
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
     def _facts(self, head: Head) -> dict[str, Any]:
