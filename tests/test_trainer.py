@@ -131,7 +131,7 @@ def learned(artifact: Artifact, *timed: str) -> list[dict]:
 def test_learns_and_describes_itself(made, features, tmp_path):
     folder, target, samples = made
     notes, output = [], Artifact(str(tmp_path))
-    manifest = run(folder, features, output, lambda *step: notes.append(step), epochs=12)
+    manifest = run(folder, features, output, lambda *step: notes.append(step), epochs=24)
     rows = list(output.read_jsonl(METRICS))
     assert [row["step"] for row in rows] == list(range(1, manifest.counts["batches"] + 1))
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]

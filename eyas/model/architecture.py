@@ -61,7 +61,7 @@ ELSEWHERE = (
     "export take it through transformers, and check says which servers take the head"
 )
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
-MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in memory
+MOST_PARTS = 4096  # layers, or experts of one: more may not fit in memory
 
 
 class LayerKind(BaseModel):
@@ -463,15 +463,12 @@ def rotations_of(
 
 def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     usual, named = family.defaults.get("rope_scaling"), config.get("rope_parameters")
-    scaling = config.get("rope_scaling")  # transformers prefers it, if it is not the default
-    if named and (family.local_rope or scaling == usual):
-        scaling = named
-    stated: dict[str, Any] = scaling or named or usual or {}
-    return stated
+    stated = config.get("rope_scaling")  # preferred, unless the default
+    return dict((named if family.local_rope or stated == usual else None) or stated or named or {})
 
 
 def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> QueryScale | None:
-    """Ministral's, which its rotary embedding states, or Llama 4's."""
+    """Ministral's, stated by its rotary embedding, or Llama 4's."""
     beta = _stated_rope(config, family).get("llama_4_scaling_beta")
     if beta and family.name == "Ministral3":
         return QueryScale(beta=beta, length=rope.original_max_position_embeddings)
