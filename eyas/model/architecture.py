@@ -280,7 +280,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**family.defaults, **{key: merged[key] for key in merged.keys() - ignored}}
 
 
-# Computed with before they are checked.
+# Computed with, before checks.
 NUMBERS = (
     "hidden_size num_hidden_layers num_attention_heads head_dim max_position_embeddings "
     "sliding_window intermediate_size attention_chunk_size"
@@ -383,7 +383,7 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
-    # a Mistral with layer_types: a Ministral
+    # a Mistral with layer_types: Ministral
     has_types = family.window_period != ALL_SLIDING or family.name == "Mistral"
     stated = config.get("layer_types") if has_types else None
     stated = stated or _stated_types(config, family, turned)
