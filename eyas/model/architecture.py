@@ -463,7 +463,7 @@ def rotations_of(
 
 def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     usual, named = family.defaults.get("rope_scaling"), config.get("rope_parameters")
-    stated = config.get("rope_scaling")  # preferred, unless the default
+    stated = config.get("rope_scaling")  # preferred to named
     return dict((named if family.local_rope or stated == usual else None) or stated or named or {})
 
 
