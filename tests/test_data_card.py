@@ -81,7 +81,7 @@ def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
             found = (Finding("PHONE_NUMBER", 0, 9, 0),) if reason.startswith("pii") else ()
             damaged = DamagedRow(sources[0], "set.jsonl:2", Drop(reason))
             gone = damaged if reason == "malformed" else said(sources[0])
-            made.dropped(dropped_line(gone, Drop(reason, "", found), lambda text: []))
+            made.dropped(dropped_line(gone, Drop(reason, "", found), lambda texts: [[]]))
     return made.to_json()
 
 
@@ -321,7 +321,7 @@ def test_no_found_value_can_reach_it():
     made = Ledger()
     found = Finding("PHONE_NUMBER", 5, 5 + len(value), 0, "5f00")
     one = row(f"call {value}", source="chat", id="a")
-    line = dropped_line(one, Drop("pii.phone_number", "", (found,)), lambda text: [found])
+    line = dropped_line(one, Drop("pii.phone_number", "", (found,)), lambda texts: [[found]])
     made.came_in("chat")
     made.dropped(line)
     page = write_card(CardContents(made.to_json()))
