@@ -245,7 +245,7 @@ def test_a_head_is_published_under_a_version_that_never_changes(target, head, tm
     done = made(target, head, tmp_path / "other", evaluation, speculation="fixed(2,2,4)")
     assert not any(name.endswith("prometheus.yaml") for name in done.files)
     assert publish(Artifact(str(tmp_path / "other")), versions) != url
-    with pytest.raises(MissingInputError, match="unfinished"):
+    with pytest.raises(MissingInputError, match="no output of a stage"):
         publish(Artifact(str(tmp_path)), versions)
 
 
