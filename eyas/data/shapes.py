@@ -23,8 +23,11 @@ ID_KEYS += ("conversation_hash", "message_tree_id")
 # Columns of what prompts do not hold: the problem and its reason
 TOOLS, IMAGES = ("it offers tools", "tools"), ("it has images, which prompts do not hold",)
 EARLIER = ("a turn without the earlier ones under history",)
-NOT_HELD = {"tools": TOOLS, "functions": TOOLS, "history": EARLIER, "image": IMAGES}
-NOT_HELD["images"] = IMAGES
+NOT_HELD = {
+    **dict.fromkeys(("tools", "functions"), TOOLS),
+    "history": EARLIER,
+    **dict.fromkeys(("image", "images"), IMAGES),
+}
 WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 

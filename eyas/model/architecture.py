@@ -256,13 +256,28 @@ class Unsupported(Exception):
 
 
 # In a config of a family without them in `defaults`, nothing reads these.
-OF_SOME = (
-    "attention_chunk_size attn_temperature_tuning interleave_moe_layer_step intermediate_size_mlp "
-    "moe_layers use_qk_norm no_rope_layers no_rope_layer_interval position_embedding_type "
-    "sliding_window_pattern attention_multiplier embedding_multiplier residual_multiplier "
-    "logits_scaling attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar "
-    "norm_topk_prob hidden_activation rope_local_base_freq"
-)
+OF_SOME = {
+    "attention_chunk_size",
+    "attn_temperature_tuning",
+    "interleave_moe_layer_step",
+    "intermediate_size_mlp",
+    "moe_layers",
+    "use_qk_norm",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "position_embedding_type",
+    "sliding_window_pattern",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "norm_topk_prob",
+    "hidden_activation",
+    "rope_local_base_freq",
+}
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,14 +291,20 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         merged = text | {key: config[key] for key in outside if config.get(key) is not None}
     if (family := FAMILIES.get(str(merged.get("model_type")))) is None:
         return merged
-    ignored = {*OF_SOME.split()} - family.defaults.keys()
+    ignored = OF_SOME - family.defaults.keys()
     return {**family.defaults, **{key: merged[key] for key in merged.keys() - ignored}}
 
 
-# Computed with, before checks.
+# What is computed with before TargetConfig has checked it.
 NUMBERS = (
-    "hidden_size num_hidden_layers num_attention_heads head_dim max_position_embeddings "
-    "sliding_window intermediate_size attention_chunk_size"
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "intermediate_size",
+    "attention_chunk_size",
 )
 
 
@@ -297,7 +318,7 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """A family's config as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
-    for name in NUMBERS.split():
+    for name in NUMBERS:
         if config.get(name) is not None:
             whole_number(config, name)
     if config["num_hidden_layers"] > MOST_PARTS:

@@ -29,7 +29,11 @@ from eyas.model.weights import read_arrays, read_shapes
 # as SpecForge's head for DeepSeek-V3, Llama 3 and Qwen3
 MLA_HEAD_DIM, MLA_KEY_VALUE_HEADS = 128, 8
 NORM_EPSILONS = (
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"),
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "layernorm_epsilon",
 )
 RESTORE = "restore the checkpoint from its source, its tensors' names as they were"
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"

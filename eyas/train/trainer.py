@@ -232,9 +232,9 @@ class Trainer:
         # by the first rank: other hosts may not see its folder, or have other processors
         auto = content.get("dtype") or quickest(ranks.device)  # a resumed run keeps its own
         asked = auto if config.dtype == "auto" else config.dtype
-        dtype = ranks.broadcast_object(lambda: asked)
+        resumes, dtype = ranks.broadcast_object(lambda: (bool(content), asked))
         ranks.broadcast_object(lambda: self._refuse_without_room(output))
-        head = self._initial_head().to(ranks.device)
+        head = self._initial_head(resumes).to(ranks.device)
         self.vocabulary = self.vocabulary.to(ranks.device, getattr(torch, dtype))
         self.module = LossModule(head, self.vocabulary, config.objective, dtype)
         ranks.shard(self.module, getattr(torch, dtype))
@@ -255,16 +255,22 @@ class Trainer:
                 "free some space, or give another --output",
             )
 
-    def _initial_head(self) -> Head:
-        """The head before step 0, float32: config.start's, or fresh."""
+    def _initial_head(self, resumes: bool) -> Head:
+        """The head before step 0, float32: config.start's, or fresh; not scaled if a checkpoint
+        will replace its weights.
+        """
         config, ranks, vocabulary = self.config, self.ranks, self.vocabulary
         if head := self.start_head:
             if config.start and config.start.vocabulary == "recount":
                 recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
             return head
         head = fresh_head(config.head, self.source.meta, vocabulary, self.counts_V, config.seed)
-        numbers = random.Random(config.seed).sample(list(self.usable), len(self.usable))
-        batches = self.source.batches([[number] for number in numbers[:SCALED_BY]])
+        if resumes:
+            head.feature_scale = torch.ones(head.fc.in_features)
+            return head
+        few = min(SCALED_BY, len(self.usable))
+        numbers = random.Random(config.seed).sample(list(self.usable), few)
+        batches = self.source.batches([[number] for number in numbers])
         with ranks.raised_on_all():
             scale_to_states(head, (sample for batch in batches for sample in batch))
         ranks.broadcast([*head.to(ranks.device).parameters(), *head.buffers()])
