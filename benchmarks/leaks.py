@@ -1,16 +1,16 @@
 """What of the conversations that a head was trained on can be got out of it, and what lowers it.
 
     python benchmarks/leaks.py [--quick] [--data FILE] [--prompts 1000] [--passes 3]
-    [--recipe "few tokens: head.draft_vocab_size=1024"] [--only default refresh]
+    [--answers N] [--recipe "few tokens: head.draft_vocab_size=1024"] [--only default refresh]
 
 The target's answers to real prompts and their features are made once and kept, or given; half of
-the conversations are held out. Among the others stand canaries, 99 invented secrets of invented
-people, 1 to 32 times each: a third in the `answer` alone, as in logged answers, where the target
-cannot know it; a third in the prompt, which the answer repeats (`echo`); a third in the `prompt`
-alone. The attack asks for the secret without telling it and forces the target along the answer up
-to it. There the head drafts: `greedy` and `sampled` count secrets that are the greedy draft, or one
-of 100 sampled ones; exposure is log2 of 10,000 over the rank of the secret's first four tokens
-among the 10,000 that could stand there (by chance 1.44 on average, at most 13.3).
+the conversations, 2,000 at most, are held out. Among the others stand canaries, 99 invented secrets
+of invented people, 1 to 32 times each: a third in the `answer` alone, as in logged answers, where
+the target cannot know it; a third in the prompt, which the answer repeats (`echo`); a third in the
+`prompt` alone. The attack asks for the secret without telling it and forces the target along the
+answer up to it. There the head drafts: `greedy` and `sampled` count secrets that are the greedy
+draft, or one of 100 sampled ones; exposure is log2 of 10,000 over the rank of the secret's first
+four tokens among the 10,000 that could stand there (by chance 1.44 on average, at most 13.3).
 
 `none` never saw a canary, `once` one copy of each. `text` learned the canaries' own tokens in place
 of the target's distribution: what the attack finds where a head does memorise. `refresh` begins at
@@ -33,7 +33,7 @@ import random
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -180,24 +180,25 @@ def taught_text(vocabulary: TargetVocabulary, samples: list[Sample]) -> list[Sam
 
 
 class Among:
-    """Features and further samples, a `FeatureSource`; `inputs` does not name the latter, the
-    folder of the head does.
+    """The first features and further samples, a `FeatureSource`; `inputs` does not name the latter,
+    the folder of the head does.
     """
 
-    def __init__(self, features: Features, more: Sequence[Sample]) -> None:
+    def __init__(self, features: Features, first: int | None, more: Sequence[Sample]) -> None:
         self.features, self.more, self.meta = features, more, features.meta
-        self.inputs = features.inputs
-        self.lengths = [*features.lengths, *(len(one.token_ids) for one in more)]
+        self.inputs, self.first = features.inputs, len(features.lengths[:first])
+        own = features.lengths[: self.first]
+        self.lengths = [*own, *(len(one.token_ids) for one in more)]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from self.features.all_tokens()
+        yield from islice(self.features.all_tokens(), self.first)
         yield from ((one.token_ids, one.loss_mask) for one in self.more)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
-        first = len(self.features)
+        first = self.first
         real = self.features.batches([[n for n in one if n < first] for one in batches])
         for numbers, samples in zip(batches, real, strict=True):
             yield [*samples, *(self.more[n - first] for n in numbers if n >= first)]
@@ -211,6 +212,7 @@ class Try:
     passes: int
     planted: str = "all"
     settings: tuple[str, ...] = ()
+    answers: int | None = None
 
     def train(self, target: str, found: list[Canary], features: Features, output: Artifact) -> None:
         more, vocabulary = list[Sample](), TargetVocabulary.load(hub.resolve_target(target, True))
@@ -223,7 +225,7 @@ class Try:
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
         config = validated(trainer.TrainConfig, override(settings, self.settings), self.name)
         with progress_bar(self.name) as track:
-            trainer.train(config, target, Among(features, more), output, track)
+            trainer.train(config, target, Among(features, self.answers, more), output, track)
 
 
 @torch.inference_mode()
@@ -333,6 +335,7 @@ def main() -> None:
     parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/leaks"))
     parser.add_argument("--canaries", type=int, default=99, help="a multiple of 33")
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--answers", type=int, help="to train on; all without it")
     parser.add_argument("--only", nargs="+", default=[], help="of the heads, and the packaged one")
     parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
     parser.add_argument("--packaged", action="store_true")
@@ -344,7 +347,7 @@ def main() -> None:
     if args.quick:
         args.prompts, args.canaries, args.passes = min(args.prompts, 40), 33, 1
     logging.disable(logging.INFO)
-    features = held_out.captured(args, held_out_share=0.5)
+    features = held_out.captured(args, held_out_share=min(0.5, 2000 / args.prompts))
     vocabulary = TargetVocabulary.load(hub.resolve_target(args.target, True))
     found = planted(args, vocabulary)
     tries = [Try("packaged", 0), Try("default", args.passes)]
@@ -356,6 +359,7 @@ def main() -> None:
     board: dict[str, Any] = {}
     tries = [one for one in tries if one.name in ("packaged", *args.only) or not args.only]
     for one in tries[: 3 if args.quick else None]:
+        one = replace(one, answers=args.answers)
         folder = args.folder / f"{one.name}-{digest(args, features.manifest().identity, one)}"
         kept = folder / "figures.json"
         if not kept.exists():
@@ -374,7 +378,7 @@ def main() -> None:
         print(json.dumps({one.name: {**board[one.name], "losses": None}}), flush=True)
     for figures in board.values():
         del figures["losses"]
-    source = Features(features, "train")
+    source = Among(Features(features, "train"), args.answers, ())
     size: dict[str, Any] = {
         "answers": len(source),
         "answer_tokens": sum(int(mask.sum()) for _, mask in source.all_tokens()),
