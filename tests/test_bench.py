@@ -590,7 +590,7 @@ def test_a_stream_without_an_end_is_cut(monkeypatch):
 
 
 def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):
-    with pytest.raises(ConfigError, match="10 prompts: 11 at a time"):
+    with pytest.raises(ConfigError, match="10 prompts for 11 at a time"):
         run_of(tmp_path, prompts=prompts, concurrencies=(1, 11))
 
 

@@ -31,7 +31,6 @@ from eyas.privacy.pii import PrivacyConfig
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")
 HIDDEN = re.compile(r"(?:^|/)[._]")
-BLOCK = 1 << 20  # bytes
 LOOKED_FILES, LOOKED_ROWS = 64, 8  # that are asked for their format and columns
 URL_SET = re.compile(rf"hf://datasets/({HUB_ID.pattern})(?:[@/].*)?")
 STATED = {"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"}
@@ -328,9 +327,6 @@ def _opened(place: SourceFile) -> Iterator[StoreFile]:
 
 
 def _checksum(place: SourceFile) -> File:
-    digest, size = hashlib.sha256(), 0
     with _opened(place) as stored:
-        while block := stored.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-    return File(bytes=size, sha256=digest.hexdigest())
+        digest = hashlib.file_digest(stored, "sha256").hexdigest()
+        return File(bytes=stored.tell(), sha256=digest)
