@@ -188,6 +188,11 @@ def test_a_log_without_a_basis_is_refused_before_it_is_read(tmp_path):
         config = PromptsConfig(sources=[{"path": str(path), **OWN}])
         with pytest.raises(InputError, match=r"consent.*\n.*\n?.*log: \{consent"):
             make_prompts(config, Artifact(str(tmp_path / "out")))
+    path.write_text(3 * "2026-11-22 10:00:00,123 server INFO What is a falcon?\n")
+    with pytest.raises(InputError, match="shape: openai, or strings"):
+        make_prompts(config, Artifact(str(tmp_path / "out")))
+    config.sources[0] = config.sources[0].model_copy(update={"shape": "strings"})
+    assert make_prompts(config, Artifact(str(tmp_path / "out"))).counts["rows"] == 3
     for log in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
         with pytest.raises(ValidationError, match="one stated basis"):
             SourceConfig(path="x", log=log)

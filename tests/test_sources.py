@@ -103,11 +103,16 @@ SHAPES = {
         TURNS,
     ),
     "chatgpt": (CHATGPT, TURNS),
+    "langchain": ({"messages": [{"type": "human", "content": "Hi"}]}, ("Hi",)),
+    "parts of a page": ({"messages": [{"role": "user", "parts": PARTS}]}, ("Where is\nthe dog?",)),
+    "batch": ({"custom_id": "7", "url": "/v1/chat/completions", "body": openai(*TURNS)}, TURNS),
+    "batch, responses": ({"custom_id": "7", "body": {"model": "m", "input": "Hi"}}, ("Hi",)),
     "arena": ({"conversation_a": MESSAGES, "conversation_b": MESSAGES}, TURNS),
     "a table's cell holds JSON": ({"messages": json.dumps(MESSAGES)}, TURNS),
     "all columns in all rows": (EMPTY_COLUMNS, ("Hi",)),
     "a user's message by itself": ({"role": "prompter", "text": "Hi"}, ("Hi",)),
     "question": ({"question": "Hi", "answer": SAID}, ("Hi",)),
+    "speakers": ({"text": "Hi", "author": "Twain", "type": "tool", "is_user": None}, ("Hi",)),
     "text": ({"text": " Hi \n"}, ("Hi",)),
     "blank turns are left out": (openai("Hi", "  ", ""), ("Hi",)),
     "nobody says anything": (openai(), ()),
@@ -116,6 +121,11 @@ SHAREGPT = sharegpt(*TURNS)["conversations"]
 WITH_SYSTEM = {
     "openai": ({"messages": [SYSTEM, *MESSAGES]}, TURNS),
     "sharegpt": ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, TURNS),
+    "openai, beside": ({"system_message": "Be brief.", "messages": MESSAGES}, TURNS),
+    "batch, Anthropic": (
+        {"custom_id": "7", "params": {"system": "Be brief.", "messages": MESSAGES}},
+        TURNS,
+    ),
     "sharegpt, beside": ({"system": "Be brief.", "conversations": SHAREGPT}, TURNS),
     "system prompt": ({"system_prompt": "Be brief.", "question": "Hi", "response": SAID}, ("Hi",)),
 }
@@ -254,12 +264,20 @@ BROKEN_LINES = {
         ROLES + '"user", "content": [{"type": "image_url", "url": "private"}]}]}',
         '{"prompt": NaN}',
     ],
-    "it has images": ['{"prompt": "private", "image": "private.png"}'],
+    "a message has no content": ['{"messages": [{"role": "user", "body": "private"}]}'],
+    "results of a batch": ['{"custom_id": "7", "response": {"body": {"choices": ["private"]}}}'],
+    "a request for no answer": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
+    "it has images": [
+        '{"prompt": "private", "image": "private.png"}',
+        ROLES + '"user", "content": "private", "attachments": [{"file_name": "private"}]}]}',
+    ],
+    "a bot says it": ['{"text": "private", "bot_id": "B1"}'],
     "under history": ['{"prompt": "private", "history": [["private", "private"]]}'],
     "a tree of messages": ['{"prompt": {"private": {"private": []}}}'],
     "half a character": ['{"prompt": "private \\ud83d"}'],
     "not the user's": [
         *('{"role": "assistant", "text": "private"}', '{"from": "gpt", "prompt": "private"}'),
+        *('{"sender": "bot", "text": "private"}', '{"is_user": "False", "text": "private"}'),
     ],
     "text holds a whole conversation": [
         '{"text": "### Human: private\\n### Assistant: private"}',
@@ -274,6 +292,8 @@ BROKEN_LINES = {
     "prompt holds a whole conversation": [
         '{"prompt": "<s>[INST] private [/INST] private"}',
         '{"prompt": "<|user|>private<|model|>private"}',
+        json.dumps({"prompt": "[{'content': 'private', 'role': 'user'}]"}),
+        *(json.dumps({"prompt": json.dumps(one)}) for one in ([{"role": "private"}], ["private"])),
     ],
 }
 
@@ -289,18 +309,13 @@ def test_a_broken_line_harms_no_other(tmp_path, note):
         assert "private" not in repr(broken).lower()
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    rows = read(write(tmp_path / "set.jsonl", GOOD.encode() + b'\n{"text": "caf\xe9"}\n'))
-    assert rows[1].drop.note == "not UTF-8"
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "Explain this: User: hi, is my name ok?",
         "What does an assistant do?\nAssistant: a job.",
         "a <| b |> c",
-        "In F#, match a with [|x|] -> x",
+        *("In F#, match a with [|x|] -> x", 'Sort [{"role": "a"}]', "[1, 2]", '["a"] or "b"?'),
     ],
 )
 def test_a_prompt_may_speak_of_assistants(tmp_path, text):
@@ -593,12 +608,16 @@ def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
         ("*.jsonl", MissingInputError),
         (".", EmptyInputError),
         ("nowhere://x/y.jsonl", InputError),
+        ("saved", InputError),
         ("memory://none", MissingInputError),
         ("memory://none/*.jsonl", MissingInputError),
     ],
 )
 def test_a_source_that_is_not_there(tmp_path, path, error):
     source = SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
+    if path == "saved":
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "data.arrow").touch()
     for reading in (describe, read):
         with pytest.raises(error) as raised:
             reading(source)
