@@ -2,8 +2,6 @@
 
 import datetime
 import functools
-import gzip
-import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -30,6 +28,7 @@ from tests.chat_folders import (
 from tests.mask_rows import CALL, DAY, GOLDEN, TOOLS, digest, rows
 from tests.mask_rows import folders as families_of
 from tests.mask_rows import says as dialogue
+from tests.source_rows import real_messages
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -62,14 +61,6 @@ def real_chat(name: str) -> Chat:
     if not folder.is_dir():
         pytest.skip(f"no real tokenizer at {folder}")
     return Chat(folder, DAY)
-
-
-def real_rows(count: int) -> list[list[Message]]:
-    path = DATA / "sgd_dev.jsonl.gz"
-    if not path.exists():
-        pytest.skip(f"no real conversations at {path}")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["messages"] for line in itertools.islice(lines, count)]
 
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:
@@ -111,7 +102,7 @@ def test_real_templates_on_real_conversations(name):
     chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
     if name == "qwen3":
         chat = Chat(chat.folder, DAY, {"enable_thinking": False})
-    for messages in real_rows(30):
+    for messages in real_messages("sgd_dev", 30):
         for at, message in enumerate(messages):
             if message["role"] == "assistant" and at:
                 prompt_ids, answer_ids = chat.answered(messages[: at + 1])

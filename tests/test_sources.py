@@ -175,13 +175,6 @@ def test_a_conversation_with_tools_is_dropped_for_that(tmp_path, row):
     assert dropped.drop.reason == "tools"
 
 
-def test_a_licence_need_not_be_stated(tmp_path):
-    source = SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path)
-    assert [row.licence for row in read(source)] == [NOT_STATED]
-    nothing = dict.fromkeys(("licence", "prompts_by", "answers_by", "personal"))
-    assert describe(source).config == {**nothing, "overrule": {}, "fictional": False}
-
-
 def test_an_overrule_needs_a_reason():
     assert SourceConfig(path="x", overrule={"unknown": "we wrote it"}).overrule
     with pytest.raises(ValidationError, match="needs a reason"):
@@ -265,7 +258,7 @@ BROKEN_LINES = {
         '{"prompt": NaN}',
     ],
     "a message has no content": ['{"messages": [{"role": "user", "body": "private"}]}'],
-    "results of a batch": ['{"custom_id": "7", "response": {"body": {"choices": ["private"]}}}'],
+    "a batch's results": ['{"custom_id": "7", "response": {"body": {"choices": ["private"]}}}'],
     "a request for no answer": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
     "it has images": [
         '{"prompt": "private", "image": "private.png"}',
@@ -287,8 +280,6 @@ BROKEN_LINES = {
         '{"text": "[|Human|]private\\n[|AI|]private"}',
         '{"text": "<start_of_turn>model\\nprivate"}',
     ],
-    "turns holds a whole conversation": ['{"turns": ["Human: private\\nAssistant: private"]}'],
-    "instruction holds a whole conversation": ['{"instruction": "User: private\\nBot: private"}'],
     "prompt holds a whole conversation": [
         '{"prompt": "<s>[INST] private [/INST] private"}',
         '{"prompt": "<|user|>private<|model|>private"}',
@@ -587,8 +578,11 @@ def test_what_is_stated_goes_into_the_manifest(tmp_path):
         "fictional": True,
         "personal": PrivacyConfig(actions={"person": "drop"}).model_dump(mode="json"),
     }
-    made = describe(SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path, **stated))
-    assert made.config == stated
+    path = write(tmp_path / "set.jsonl", GOOD).path
+    assert describe(SourceConfig(path=path, **stated)).config == stated
+    none = dict.fromkeys(("licence", "prompts_by", "answers_by", "personal"))
+    assert describe(SourceConfig(path=path)).config == {**none, "overrule": {}, "fictional": False}
+    assert [row.licence for row in read(SourceConfig(path=path))] == [NOT_STATED]
 
 
 def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):

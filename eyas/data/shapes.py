@@ -162,7 +162,7 @@ def _prompt(value: Any, keys: tuple[str, ...]) -> UserSide:
 def _request(value: Any, keys: tuple[str, ...]) -> UserSide:
     body = _first(value, *keys[1:])
     if not isinstance(body, dict):
-        raise Unreadable("results of a batch hold no prompts: give the file of its requests")
+        raise Unreadable("a batch's results hold no prompts: give its requests")
     request = None if "embeddings" in str(value.get("url")) else logged_request(body)
     if request is None:
         raise Unreadable("a request for no answer")
