@@ -124,7 +124,7 @@ KINDS = {
             ("", "a"),
         ),
         *(("Hi, you\nHo, you", "a"), ("prompt,answer\nHi,Ho", "a.txt")),
-        (STAMPS[0] + STAMPS[1] + "ERROR: no such table. Why?\nWhy?\n", "a.txt"),
+        (STAMPS[0] + STAMPS[1] + "ERROR: no such table. Why?\n", "a.txt"),
     ],
     "JSON lines": [
         *(("{curly} words", "a"), ("broken\n" + LINES, "a"), ("Hi", "a.jsonl"), (LINES, "a.txt")),

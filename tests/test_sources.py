@@ -57,6 +57,11 @@ def node(parent, role, *parts):
     return {"parent": parent, "message": message if role else None}
 
 
+def of_chatgpt(role, **more):
+    message = {**node(None, role, "private")["message"], **more}
+    return {"current_node": "a", "mapping": {"a": {"message": message}}}
+
+
 CHATGPT = {  # a second wording of the first question was left behind
     "current_node": "e",
     "mapping": {
@@ -162,12 +167,7 @@ def test_shapes(tmp_path, system):
         {"messages": [USER], "tools": TOOLS},
         {"messages": [USER], "tools": json.dumps(TOOLS)},
         {"prompt": "Hi", "functions": TOOLS},
-        {
-            "current_node": "a",
-            "mapping": {
-                "a": {"message": {**node(None, "assistant", "1")["message"], "recipient": "python"}}
-            },
-        },
+        of_chatgpt("assistant", recipient="python"),
     ],
 )
 def test_a_conversation_with_tools_is_dropped_for_that(tmp_path, row):
@@ -262,6 +262,7 @@ BROKEN_LINES = {
     "a request for no answer": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
     "it has images": [
         '{"prompt": "private", "image": "private.png"}',
+        json.dumps(of_chatgpt("user", metadata={"attachments": [{"name": "private"}]})),
         ROLES + '"user", "content": "private", "attachments": [{"file_name": "private"}]}]}',
     ],
     "a bot says it": ['{"text": "private", "bot_id": "B1"}'],
@@ -611,7 +612,8 @@ def test_a_source_that_is_not_there(tmp_path, path, error):
     source = SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
     if path == "saved":
         (tmp_path / path).mkdir()
-        (tmp_path / path / "data.arrow").touch()
+        for name in ("data.arrow", "state.json"):
+            (tmp_path / path / name).touch()
     for reading in (describe, read):
         with pytest.raises(error) as raised:
             reading(source)
