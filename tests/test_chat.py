@@ -5,7 +5,6 @@ import functools
 import json
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +27,9 @@ from tests.chat_folders import (
 from tests.mask_rows import CALL, DAY, GOLDEN, TOOLS, digest, rows
 from tests.mask_rows import folders as families_of
 from tests.mask_rows import says as dialogue
-from tests.source_rows import real_messages
+from tests.source_rows import real_messages, shared
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 REAL = ("granite-3.1", "qwen3")
 FAMILIES = {"qwen3": like_qwen, "granite": like_granite, "llama-2": like_llama_2}
 PIECES = (
@@ -57,10 +55,7 @@ def families(tmp_path_factory) -> dict[str, Chat]:
 
 @functools.cache
 def real_chat(name: str) -> Chat:
-    folder = DATA / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip(f"no real tokenizer at {folder}")
-    return Chat(folder, DAY)
+    return Chat(shared(f"tokenizers/{name}"), DAY)
 
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:

@@ -42,8 +42,8 @@ TOOL_ROLES = frozenset(
     {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# A text of both sides has a reserved token, or a line of the assistant after one of the user; or a
-# table's cell holds a list of messages or texts.
+# A text of both sides has a reserved token, or a line of the assistant after one of the user, or is
+# a list in a cell.
 RESERVED = re.compile(
     r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|(?:Human|AI)\|\]|</assistant>"
     r"""|\A\s*\[(?:\s*\{\s*["'](?:role|content|from|value)["']|".*"\]\s*\Z)"""
@@ -279,7 +279,8 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _check_held(value: dict[str, Any], *more: str) -> None:
-    for key in (*NOT_HELD, *more):
+    keys = (*NOT_HELD, *more)
+    for key in () if value.keys().isdisjoint(keys) else keys:
         if _is_given(value.get(key)):
             raise Unreadable(*NOT_HELD.get(key, IMAGES))
 
