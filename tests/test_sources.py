@@ -259,7 +259,7 @@ BROKEN_LINES = {
     ],
     "a message has no content": ['{"messages": [{"role": "user", "body": "private"}]}'],
     "a batch's results": ['{"custom_id": "7", "response": {"body": {"choices": ["private"]}}}'],
-    "a request for no answer": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
+    "no request for text": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
     "it has images": [
         '{"prompt": "private", "image": "private.png"}',
         json.dumps(of_chatgpt("user", metadata={"attachments": [{"name": "private"}]})),

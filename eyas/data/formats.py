@@ -40,7 +40,7 @@ JSON_HEAD = re.compile(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))')
 # JSON over several lines, and no text that begins with a bracket
 PRETTY = re.compile(rb'\s*[\[{]+\s*(?:\n|"\w+"\s*:)')
 ARCHIVE = re.compile(rb"PK\x03\x04|.{257}ustar", re.S)
-# Lines of a log begin with a time, nginx's after three words
+# Lines with a time first (nginx: after three words)
 STAMPED = re.compile(
     rb"^(?:\S+ \S+ \S+ \[\d\d/\w{3}/\d+:|\[?\d{4}[-/]\d\d[-/]\d\d[T ]|\w{3} [ \d]\d )\d\d:\d\d:\d",
     re.M,

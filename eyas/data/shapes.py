@@ -22,7 +22,7 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message", "system_instruction"
 TEXT_KEYS = ("content", "value", "text", "parts")  # of a message
 ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id", "custom_id")
 ID_KEYS += ("conversation_hash", "message_tree_id")
-# Columns of what prompts do not hold: the problem and its reason
+# What prompts do not hold: the problem, its reason
 IMAGES = ("it has images or files, which prompts do not hold",)
 NOT_HELD = {
     **dict.fromkeys(("tools", "functions"), ("it offers tools", "tools")),
@@ -165,7 +165,7 @@ def _request(value: Any, keys: tuple[str, ...]) -> UserSide:
         raise Unreadable("a batch's results hold no prompts: give its requests")
     request = None if "embeddings" in str(value.get("url")) else logged_request(body)
     if request is None:
-        raise Unreadable("a request for no answer")
+        raise Unreadable("no request for text")
     return user_side(request.row)
 
 
