@@ -67,18 +67,15 @@ def identity(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Manifes
 
 def file_identity(url: str) -> str:
     """SHA-256 of the bytes at a URL. Raises MissingInputError, InputError."""
-    digest = hashlib.sha256()
     try:
         with fsspec.open(url, "rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     except FileNotFoundError as error:
         raise MissingInputError(
             f"no file at {url}", "check the path; relative paths start at the current folder"
         ) from error
     except IsADirectoryError as error:
         raise InputError(f"{url} is a folder", "give a file in it") from error
-    return digest.hexdigest()
 
 
 def cache_folder(name: str) -> Path:
@@ -92,6 +89,8 @@ class Artifact:
 
     def __init__(self, url: str) -> None:
         self.url = str(url).rstrip("/")
+        if not self.url:  # else the current folder
+            raise InputError(f"{str(url)!r} names no folder", "name one: out/NAME")
         self._fs, self._root = open_store(self.url)
         self._local = isinstance(self._fs, LocalFileSystem)
         self._written: dict[str, File] = {}
@@ -144,18 +143,19 @@ class Artifact:
         """Free bytes; None for an object store."""
         if not self._local:
             return None
-        place = Path(self._root).resolve()
-        while not place.exists():
-            place = place.parent
+        place = self._root
+        while not os.path.exists(place):
+            place = os.path.dirname(place)
         return shutil.disk_usage(place).free
 
     def exists(self, name: str) -> bool:
         """Whether the store has it now."""
-        try:  # fsspec's own `exists` is false for a store that does not answer
-            self._fs.invalidate_cache()
-            self._fs.info(self._path(name) if name else self._root)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        with storage_errors(self.url):
+            try:  # fsspec's own `exists` is false where nothing answers
+                self._fs.invalidate_cache()
+                self._fs.info(self._path(name) if name else self._root)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
         return True
 
     def names(self) -> list[str]:
@@ -193,13 +193,13 @@ class Artifact:
         return self._bytes(name, start=start, end=end)
 
     def _bytes(self, name: str, **part: int) -> bytes:
-        try:
-            with storage_errors(f"{self.url}/{name}"):
+        with storage_errors(f"{self.url}/{name}"):
+            try:
                 return bytes(self._fs.cat_file(self._path(name), **part))
-        except FileNotFoundError as error:
-            raise MissingInputError(
-                f"{self.url} has no file {name}", "run the stage that makes it again"
-            ) from error
+            except FileNotFoundError as error:
+                raise MissingInputError(
+                    f"{self.url} has no file {name}", "run the stage that makes it again"
+                ) from error
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
@@ -264,6 +264,9 @@ class Artifact:
         if self.was_done or self.exists(IDENTITY):
             self._delete_halves()
             return not self.was_done
+        if self.exists(WORK):  # `finish` would delete it
+            what = f"{self.url} holds a folder {WORK} not of eyas"
+            raise InputError(what, "choose another output")
         self._delete_halves(IDENTITY)  # nothing else can have been begun here
         self.write(IDENTITY, identity.encode())
         self._written.clear()
@@ -341,9 +344,8 @@ class Artifact:
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 
     def write_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        self.write(
-            name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-        )
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.write(name, "".join(lines).encode())
 
     def delete(self, name: str) -> None:
         if self.exists(name):

@@ -97,19 +97,17 @@ def figures_of(result: Mapping[str, Any]) -> list[CardTau]:
     """The figures of an eval.json: trees, then the chain on features. Answers drawn at several
     temperatures have none.
     """
-    found = [(one, one["temperature"]) for one in result.get("trees", [])]
+    found = [(one, one["speculation"], one["temperature"]) for one in result.get("trees", [])]
     if "tau_by_num_draft_steps" in result:
-        found.append((result, result.get("answers_temperature", 0.0)))
+        steps = result["num_draft_steps"]
+        chain = f"fixed({steps},1,{steps + 1})"
+        found.append((result, chain, result.get("answers_temperature", 0.0)))
     figures = []
-    for one, temperature in found:
-        if not one["tau_interval"] or not one["rounds"] or temperature is None:
-            continue
-        steps, (low, high) = one["num_draft_steps"], one["tau_interval"]
-        is_tree = "tau_by_num_draft_steps" not in one
-        size = one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})"
-        shares = tuple(one["acceptance_by_position"])
-        counts = one["answers"], one["rounds"]
-        figures.append(CardTau(size, temperature, one["tau"], (low, high), *counts, shares))
+    for one, size, temperature in found:
+        if one["tau_interval"] and one["rounds"] and temperature is not None:
+            low, high = one["tau_interval"]
+            counts, shares = (one["answers"], one["rounds"]), tuple(one["acceptance_by_position"])
+            figures.append(CardTau(size, temperature, one["tau"], (low, high), *counts, shares))
     return figures
 
 

@@ -190,10 +190,8 @@ class RayExecutor:
 
     def __init__(self, task: WorkerTask, workers: int) -> None:
         if find_spec("ray") is None:
-            raise ConfigError(
-                "executor: ray is not installed",
-                f"{extra('ray')}, or take `executor: local`",
-            )
+            hint = f"{extra('ray')}, or take `executor: local`"
+            raise ConfigError("executor: ray is not installed", hint)
         # Ray reads these at import: no telemetry, and no accelerator hidden from other programs.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

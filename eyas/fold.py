@@ -21,8 +21,7 @@ SIGNS = {
     **dict.fromkeys("\u02d7\u2010\u2011\u2012\u2043\u2212\ufe63\uff0d", "-"),
     **dict.fromkeys("\u00b4\u02b9\u02bc\u2018\u2019\u201b\u2032\uff07", "'"),
     **dict.fromkeys("\u00ab\u00bb\u201c\u201d\u201e\u201f\u2033\uff02", '"'),
-    "\u2044": "/",
-    "\u2215": "/",
+    **dict.fromkeys("\u2044\u2215", "/"),
     "\u2800": " ",
 }
 # An en or em dash in prose parts words; beside a digit it stands for a hyphen.

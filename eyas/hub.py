@@ -146,9 +146,9 @@ def hub_folder(name: str, without_layers: bool = False) -> str:
     """
     found: str | Exception = ""
     wanted = [*FILES, "*.gguf"]
-    for local_files_only in (True, False):
+    for is_local in (True, False):
         try:
-            if not local_files_only:
+            if not is_local:
                 wanted = files_of(huggingface_hub.list_repo_files(name), name)
                 if without_layers and SHARDS in wanted:
                     index = Path(huggingface_hub.hf_hub_download(name, SHARDS))
@@ -156,10 +156,7 @@ def hub_folder(name: str, without_layers: bool = False) -> str:
                     wanted = [one for one in wanted if one not in left]
             found = str(
                 huggingface_hub.snapshot_download(
-                    name,
-                    allow_patterns=wanted,
-                    ignore_patterns=["*/*"],
-                    local_files_only=local_files_only,
+                    name, allow_patterns=wanted, ignore_patterns=["*/*"], local_files_only=is_local
                 )
             )
         except faults() as error:
@@ -167,11 +164,8 @@ def hub_folder(name: str, without_layers: bool = False) -> str:
         if isinstance(found, str) and _is_complete(Path(found), without_layers):
             return found
     # Offline the hub's client returns an incomplete snapshot.
-    reason = (
-        "only a part of it is cached"
-        if isinstance(found, str)
-        else next(iter(str(found).strip().splitlines()), "")
-    )
+    cached = "only a part of it is cached"
+    reason = cached if isinstance(found, str) else str(found).strip().partition("\n")[0]
     raise MissingInputError(
         f"no folder {name} here, and no model of this name in full in the hub's cache; the "
         f"download failed: {reason}",

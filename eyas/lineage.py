@@ -74,9 +74,7 @@ def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
     """
     place = locate(name)
     folder = Artifact(resolve_head(place))
-    names = sorted(
-        name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST
-    )
+    names = [name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST]
     if folder.exists(MANIFEST) or folder.exists(IDENTITY):
         manifest = folder.manifest("train")
         for file in names:
@@ -108,12 +106,11 @@ def target_of(head: str) -> str:
     """
     if head in PACKAGED:
         return head
-    named = [made.facts.get("target") for made in stages(head_manifest(head, {}))]
-    if not any(named):
-        raise MissingInputError(
-            f"{head} does not say which target it drafts for", "give target=NAME"
-        )
-    return str([name for name in named if name][-1])
+    made = stages(head_manifest(head, {}))
+    if not (named := [*filter(None, (one.facts.get("target") for one in made))]):
+        what = f"{head} does not say which target it drafts for"
+        raise MissingInputError(what, "give target=NAME")
+    return str(named[-1])
 
 
 def stages(manifest: Manifest) -> list[Manifest]:

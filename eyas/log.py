@@ -116,11 +116,11 @@ class _StageProgress:
 
 def size_text(num_bytes: float) -> str:
     """Bytes with three digits in a fitting unit: "5.37 GB", "412 kB"."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if num_bytes < 999.5 or unit == "TB":
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
             return f"{num_bytes:,.3g} {unit}"
         num_bytes /= 1000
-    raise AssertionError
+    return f"{num_bytes:,.3g} TB"
 
 
 class JsonFormatter(logging.Formatter):
@@ -141,11 +141,9 @@ class JsonFormatter(logging.Formatter):
 
 def error_facts(error: BaseException) -> dict[str, Any]:
     """An exception's type and places, without its message, which may quote a request."""
-    places = [
-        f"{frame.filename}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    return {"error": type(error).__name__, "places": places[-12:]}
+    frames = traceback.extract_tb(error.__traceback__)[-12:]
+    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"error": type(error).__name__, "places": places}
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:

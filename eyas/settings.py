@@ -40,7 +40,7 @@ def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> Con
         wrong = [_in_words(kind, item) for item in found]
         raise ConfigError(
             f"{where} does not fit: " + "; ".join(one for one, _ in wrong),
-            f"change the field in the run file, by --set or as an argument; {wrong[0][1]}",
+            f"change the field in its file, by --set or as an argument; {wrong[0][1]}",
         ) from error
 
 

@@ -23,6 +23,7 @@ MISTAKES = (  # in code: asking again is no remedy
     *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(NameError, NotImplementedError, MemoryError),
 )
+UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG}
 MAKE_ROOM = "free some space there, and run the same command again: finished parts are kept"
 # Remedies by codes of S3 and its clients, and by the status of GCS and of HEAD requests, which have
 # no body.
@@ -73,17 +74,15 @@ def open_store(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn a full disk, missing permissions, and a file in place of a folder into clear errors."""
+    """Turn a full disk, and a place where no folder can be, into clear errors."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
         raise InputError(f"{url} is a file, or below one", "give a folder's path") from error
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise InputError(
-                f"{url} cannot be read or written ({error.strerror})",
-                "give a folder that this user may use, or change who may use this one",
-            ) from error
+        if error.errno in UNUSABLE:  # ENOENT: of /proc
+            what = f"{url} cannot be read or written ({error.strerror})"
+            raise InputError(what, "give another folder, or change who may use it") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFullError(f"no room left at {url}", MAKE_ROOM) from error
         raise

@@ -117,9 +117,12 @@ class RoundCounts:
         """
         for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
             self.accept_hist[count] += 1
-            for position in range(min(len(self.judged), count + (left > 0))):
-                self.judged[position] += 1
-                self.accepted[position] += position < count
+            self._judge(count, count + (left > 0))
+
+    def _judge(self, accepted: int, judged: int) -> None:
+        for position in range(min(len(self.judged), judged)):
+            self.judged[position] += 1
+            self.accepted[position] += position < accepted
 
     def add_answer(self, matches: Sequence[int]) -> None:
         """Add the rounds of a chain over an answer of n tokens y_0 .. y_{n-1}.
@@ -133,9 +136,7 @@ class RoundCounts:
         K, at, left = len(self.judged), 0, len(matches)
         while left > 0:
             accepted = min(matches[at], K)
-            for position in range(min(K, left, accepted + 1)):
-                self.judged[position] += 1
-                self.accepted[position] += position < accepted
+            self._judge(accepted, min(left, accepted + 1))
             emitted = min(accepted + 1, left)
             self.accept_hist[emitted - 1] += 1
             at, left = at + emitted, left - emitted

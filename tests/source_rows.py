@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,10 +12,30 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from eyas.data.ledger import SourceRow
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
+
+
+def shared(name: str) -> Path:
+    """A file or folder of data beside this checkout. Without it the test is skipped."""
+    if not (SHARED / name).exists():
+        pytest.skip(f"no {SHARED / name}")
+    return SHARED / name
+
+
+def real_messages(name: str, count: int) -> list[list[dict[str, Any]]]:
+    """Conversations of people."""
+    with gzip.open(shared(f"{name}.jsonl.gz"), "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["messages"] for line in itertools.islice(lines, count)]
+
+
+def real_rows(name: str, count: int) -> list[SourceRow]:
+    users = ((one for one in said if one["role"] == "user") for said in real_messages(name, count))
+    return [row(*(one["content"] for one in of_user), source=name) for of_user in users]
 
 
 def row(*turns: str, source: str = "set", **more: Any) -> SourceRow:

@@ -36,7 +36,7 @@ from eyas.serve.server import running_app
 from eyas.serve.translation import ModelInfo
 from tests.bench_rows import row
 from tests.bench_servers import Scripted, scripted, web_server
-from tests.source_rows import SHARED, written
+from tests.source_rows import shared, written
 
 # Workload
 
@@ -115,9 +115,7 @@ def test_prompts_that_cannot_be_used_are_refused(tmp_path, error):
     ("name", "count"), [("prompts/spec_bench.jsonl", 480), ("sgd_dev.jsonl.gz", 2098)]
 )
 def test_real_prompt_files_are_read_whole(name, count):
-    if not SHARED.is_dir():
-        pytest.skip(f"no data beside the checkout at {SHARED}")
-    tasks = read_tasks(str(SHARED / name), 10_000, 0)
+    tasks = read_tasks(str(shared(name)), 10_000, 0)
     assert len(tasks) == count
     assert all(task.messages[-1]["role"] == "user" for task in tasks)
 
@@ -590,7 +588,7 @@ def test_a_stream_without_an_end_is_cut(monkeypatch):
 
 
 def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):
-    with pytest.raises(ConfigError, match="10 prompts: 11 at a time"):
+    with pytest.raises(ConfigError, match="10 prompts for 11 at a time"):
         run_of(tmp_path, prompts=prompts, concurrencies=(1, 11))
 
 

@@ -360,7 +360,9 @@ def test_what_cannot_be_compared_is_one_clear_error(tmp_path, changes, code, wor
     assert_one_clear_error(failed, words, code=code)
 
 
-def test_no_server_is_one_clear_error():
+def test_no_folder_and_no_server_are_known_before_the_work(tmp_path):
+    (tmp_path / "out").write_text("")
+    assert_one_clear_error(verified(tmp_path, (), fails=True, do_POST=None), "is a file")
     assert_one_clear_error(run_eyas("verify", "http://127.0.0.1:9"), "no server at")
 
 

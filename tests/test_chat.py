@@ -2,12 +2,9 @@
 
 import datetime
 import functools
-import gzip
-import itertools
 import json
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +27,9 @@ from tests.chat_folders import (
 from tests.mask_rows import CALL, DAY, GOLDEN, TOOLS, digest, rows
 from tests.mask_rows import folders as families_of
 from tests.mask_rows import says as dialogue
+from tests.source_rows import real_messages, shared
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 REAL = ("granite-3.1", "qwen3")
 FAMILIES = {"qwen3": like_qwen, "granite": like_granite, "llama-2": like_llama_2}
 PIECES = (
@@ -58,18 +55,7 @@ def families(tmp_path_factory) -> dict[str, Chat]:
 
 @functools.cache
 def real_chat(name: str) -> Chat:
-    folder = DATA / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip(f"no real tokenizer at {folder}")
-    return Chat(folder, DAY)
-
-
-def real_rows(count: int) -> list[list[Message]]:
-    path = DATA / "sgd_dev.jsonl.gz"
-    if not path.exists():
-        pytest.skip(f"no real conversations at {path}")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["messages"] for line in itertools.islice(lines, count)]
+    return Chat(shared(f"tokenizers/{name}"), DAY)
 
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:
@@ -111,7 +97,7 @@ def test_real_templates_on_real_conversations(name):
     chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
     if name == "qwen3":
         chat = Chat(chat.folder, DAY, {"enable_thinking": False})
-    for messages in real_rows(30):
+    for messages in real_messages("sgd_dev", 30):
         for at, message in enumerate(messages):
             if message["role"] == "assistant" and at:
                 prompt_ids, answer_ids = chat.answered(messages[: at + 1])

@@ -380,18 +380,27 @@ class TestFullDisk:
             shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/capture")
             assert_one_clear_error(shown, f"no memory is left: {told}", "smaller")
 
-    def test_a_file_where_the_output_has_to_be(self, made, tmp_path):
-        for place in ("file", "file/below"):
-            (tmp_path / "file").write_text("")
-            shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/{place}")
-            assert_one_clear_error(shown, "is a file, or below one", "give a folder's path")
+    def test_an_output_that_cannot_be_made(self, made, tmp_path):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "loop").symlink_to("loop")
+        (tmp_path / "mine" / "work" / "own").mkdir(parents=True)
+        is_file, is_closed = "is a file, or below one", "cannot be read or written"
+        for place, word in (
+            *(("file", is_file), ("file/below", is_file), ("/proc/x/y", is_closed)),
+            *(("loop/x", is_closed), ("x" * 300, is_closed)),
+            *(("mine", "holds a folder work"), ("/", "names no folder")),
+        ):
+            shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path / place}")
+            assert_one_clear_error(shown, word)
+        assert (tmp_path / "mine" / "work" / "own").exists()
 
 
 class TestPlan:
     def test_reads_a_run_file_and_prompts(self, made, tmp_path):
         run_file = tmp_path / "run.yaml"
         sections = "prompts: {sources: [{path: p, licence: l}]}\ngenerate: {max_tokens: 10}\n"
-        run_file.write_text(f"target: {made.target}\noutput: out\n{sections}")
+        (tmp_path / "loop").symlink_to("loop")
+        run_file.write_text(f"target: {made.target}\noutput: {tmp_path}/loop\n{sections}")
         shown = run_eyas(f"plan {run_file} --prompts {made.prompts}")
         assert shown.exit_code == 0, shown.output
         assert "400" in shown.stdout  # 40 answers of 10 tokens

@@ -92,7 +92,6 @@ def test_dropped_rows_can_be_read_where_no_prompt_is_left(tmp_path):
     ("stated", "told"),
     [
         ([], ["licence", "prompts_by"]),
-        (["--licence", "CC-BY-NC-4.0", "--prompts-by", "human"], ["CC-BY-NC-4.0"]),
         (["--licence", "MIT", "--prompts-by", "gpt-4"], ["gpt-4"]),
     ],
 )

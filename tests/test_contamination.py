@@ -1,7 +1,6 @@
 """Contamination: evaluation items are found in any disguise, and what only resembles them stays."""
 
 import dataclasses
-import gzip
 import json
 import random
 import re
@@ -14,7 +13,7 @@ from eyas.data.contamination import MANY, Contamination
 from eyas.data.ledger import Drop
 from eyas.data.sources import SourceConfig
 from eyas.errors import CorruptError, MissingInputError
-from tests.source_rows import SHARED, row, written
+from tests.source_rows import real_rows, row, shared, written
 
 TRAINS = (
     "Two trains leave towns that are 300 miles apart and meet after 2 hours; how fast is the "
@@ -245,13 +244,6 @@ def test_whatever_was_planted_is_found(tmp_path_factory, items, before, after, d
 # Real sets, where they lie beside the checkout.
 
 
-def shared(name):
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    return path
-
-
 @pytest.fixture(scope="module")
 def spec_bench():
     path = shared("prompts/spec_bench.jsonl")
@@ -276,6 +268,5 @@ def test_all_of_spec_bench_is_found(spec_bench, name):
 def test_gsm8k_is_not_dropped_for_its_style(spec_bench):
     """Spec-Bench's mathematics is GSM8K's test half, of the same style."""
     _, clean = spec_bench
-    with gzip.open(shared("gsm8k_train.jsonl.gz"), "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line)["messages"][0]["content"] for line in lines]
-    assert [text for text in random.Random(0).sample(rows, 2000) if dropped(clean(row(text)))] == []
+    rows = random.Random(0).sample(real_rows("gsm8k_train", 10_000), 2000)
+    assert [one for one in rows if dropped(clean(one))] == []

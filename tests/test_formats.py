@@ -108,6 +108,11 @@ def test_endings():
     assert {name: formats.ending(name) for name in kinds} == kinds
 
 
+STAMPS = (
+    "2026/11/22 10:00:00 [error] 7#7: *1 open() failed\n",
+    "Nov  2 10:00:00 host sshd[7]: Hi\n",
+)
+STAMPS += ('::1 - ann [22/Nov/2026:10:00:00 +0000] "GET / HTTP/1.1" 200 612\n',)
 KINDS = {
     "plain text": [
         *(
@@ -119,6 +124,7 @@ KINDS = {
             ("", "a"),
         ),
         *(("Hi, you\nHo, you", "a"), ("prompt,answer\nHi,Ho", "a.txt")),
+        (STAMPS[0] + STAMPS[1] + "ERROR: no such table. Why?\n", "a.txt"),
     ],
     "JSON lines": [
         *(("{curly} words", "a"), ("broken\n" + LINES, "a"), ("Hi", "a.jsonl"), (LINES, "a.txt")),
@@ -126,12 +132,14 @@ KINDS = {
     ],
     "CSV": [
         ('"prompt"\n"Hi"', "a.csv"),
+        ("time,prompt\n" + 3 * "2026-11-22 10:00:00,Hi\n", "a.csv"),
         ('prompt,answer\n"Why?\n[2026-11-22 10:00:00] ERROR disk full",Full', "a.csv"),
     ],
     "Parquet": [("PAR1", "a.txt")],
     "a log": [
         ("ready\n(APIServer pid=7) INFO 11-22 10:00:00 [x.py:1] Started", "a.txt"),
         ("[2026-11-22 10:00:00] {}", "a.jsonl"),
+        *(("Loading\n" + 3 * stamp, "a.txt") for stamp in STAMPS),
     ],
 }
 

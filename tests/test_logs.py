@@ -188,6 +188,11 @@ def test_a_log_without_a_basis_is_refused_before_it_is_read(tmp_path):
         config = PromptsConfig(sources=[{"path": str(path), **OWN}])
         with pytest.raises(InputError, match=r"consent.*\n.*\n?.*log: \{consent"):
             make_prompts(config, Artifact(str(tmp_path / "out")))
+    path.write_text(3 * "2026-11-22 10:00:00,123 server INFO What is a falcon?\n")
+    with pytest.raises(InputError, match="shape: openai, or strings"):
+        make_prompts(config, Artifact(str(tmp_path / "out")))
+    config.sources[0] = config.sources[0].model_copy(update={"shape": "strings"})
+    assert make_prompts(config, Artifact(str(tmp_path / "out"))).counts["rows"] == 3
     for log in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
         with pytest.raises(ValidationError, match="one stated basis"):
             SourceConfig(path="x", log=log)
@@ -281,15 +286,12 @@ def test_the_sample_is_the_same_each_time_and_grows_with_the_share(tmp_path):
 
 
 def test_a_log_without_a_request_is_said(tmp_path):
-    with pytest.raises(EmptyInputError):
+    with pytest.raises(EmptyInputError, match="holds no request"):
         read(tmp_path, VLLM[:1], basis="c")
 
 
 def test_fields_are_found_by_path():
     record = {"a": {"b.c": {"d": True}}, "tags": ["x", 1]}
-    assert says(record, "a.b.c.d")
-    assert says(record, "tags=x")
-    assert says(record, "tags")
-    assert not says(record, "a.b")
-    assert not says(record, "tags.x")
+    assert all(says(record, one) for one in ("a.b.c.d", "tags=x", "tags"))
+    assert not any(says(record, one) for one in ("a.b", "tags.x"))
     assert not says({"a": "false"}, "a")

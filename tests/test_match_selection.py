@@ -4,8 +4,6 @@ selection comes nearer.
 
 from __future__ import annotations
 
-import gzip
-import itertools
 import json
 import math
 import random
@@ -21,7 +19,7 @@ from eyas.data.duplicates import scrambled
 from eyas.data.ledger import LENGTHS, length_class
 from eyas.data.match import NUM_BUCKETS, STRENGTH, GramBlock, Profile
 from eyas.errors import EmptyInputError
-from tests.source_rows import SHARED, row
+from tests.source_rows import real_rows, row
 
 SEED = 7
 TOPICS = {
@@ -311,9 +309,8 @@ def test_report_holds_counts_and_no_words():
 
 
 def test_real_traffic():
-    if not (SHARED / "sgd_dev.jsonl.gz").exists():
-        pytest.skip("the conversations are not beside this checkout")
-    made = {name: real_rows(name) for name in ("sgd_dev", "gsm8k_train", "tldr", "taskmaster4")}
+    names = ("sgd_dev", "gsm8k_train", "tldr", "taskmaster4")
+    made = {name: real_rows(name, 2500) for name in names}
     traffic = made["sgd_dev"][::2]
     pool = made["sgd_dev"][1::2] + [one for name in list(made)[1:] for one in made[name][:1000]]
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 500)
@@ -322,15 +319,6 @@ def test_real_traffic():
     assert found["js"]["after"] < 1.1 * found["js"]["floor"]
     assert found["length_js"]["after"] < found["length_js"]["before"] / 5
     assert taken_of(pool, chosen)["sgd_dev"] > 450
-
-
-def real_rows(name):
-    with gzip.open(SHARED / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
-        messages = [json.loads(line)["messages"] for line in itertools.islice(lines, 2500)]
-    return [
-        row(*(one["content"] for one in said if one["role"] == "user"), source=name)
-        for said in messages
-    ]
 
 
 def test_length_classes_are_half_open():

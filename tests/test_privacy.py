@@ -50,6 +50,7 @@ from eyas.privacy.pii import (
 )
 from eyas.privacy.spelling import plain
 from tests.marks import KEY, NO_NAMES, PATTERNS, marked, unmarked
+from tests.source_rows import real_rows
 
 # The table
 
@@ -520,10 +521,5 @@ def test_recall_and_precision_on_labelled_texts():
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "taskmaster4"])
 def test_ordinary_prompts_are_left_alone(name):
-    path = benchmark.DATA / f"{name}.jsonl.gz"
-    if not path.exists():
-        pytest.skip("the conversations are not beside this checkout")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line)["messages"] for line in itertools.islice(lines, 600)]
-    users = [[one["content"] for one in messages if one["role"] == "user"] for messages in rows]
-    assert sum(any(map(PATTERNS.find, texts)) for texts in users) <= 0.01 * len(rows)
+    rows = real_rows(name, 600)
+    assert sum(any(map(PATTERNS.find, one.turns)) for one in rows) <= 0.01 * len(rows)

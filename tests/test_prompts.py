@@ -5,6 +5,7 @@ written anywhere.
 import base64
 import gzip
 import html
+import itertools
 import json
 import os
 import random
@@ -23,7 +24,16 @@ from eyas.data.ledger import Drop
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
 from eyas.records import Prompt
-from tests.source_rows import SAID_BY_ASSISTANT, SHARED, json_lines, openai, row, sharegpt, written
+from tests.source_rows import (
+    SAID_BY_ASSISTANT,
+    json_lines,
+    openai,
+    real_messages,
+    row,
+    shared,
+    sharegpt,
+    written,
+)
 
 LICENCES = ("MIT", "CC-BY-4.0", "CC0-1.0")
 MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
@@ -162,6 +172,9 @@ def test_reading_goes_on_for_near_duplicates(tmp_path, monkeypatch):
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
+    with pytest.raises(CorruptError, match="not one of the 2 rows"):
+        run(tmp_path, [7, 8])
+    assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "prompts"))
     with pytest.raises(EmptyInputError, match=r"of 3 rows \(2 empty, 1 malformed\)") as raised:
         run(tmp_path, [openai(""), openai(), 7])
     assert raised.value.exit_code == 2
@@ -395,10 +408,10 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
 
 
 REAL_SETS = {
-    "gsm8k_train": {"name": "gsm8k"},
-    "tldr": {"name": "tldr-pages"},
-    "sgd_dev": {"name": "schema-guided-dialogue"},
-    "prompts/spec_bench": {
+    "gsm8k_train.jsonl.gz": {"name": "gsm8k"},
+    "tldr.jsonl.gz": {"name": "tldr-pages"},
+    "sgd_dev.jsonl.gz": {"name": "schema-guided-dialogue"},
+    "prompts/spec_bench.jsonl": {
         "name": "spec-bench",
         "overrule": {"evaluation-only": "a test reads it"},
     },
@@ -446,35 +459,18 @@ def test_a_cut_file_and_many_malformed_rows_are_warnings_or_an_error(tmp_path):
     assert make_prompts(strict, anew).identity != manifest.identity, "the folder was free"
 
 
-def test_a_folder_is_free_after_a_source_without_a_readable_row(tmp_path):
-    with pytest.raises(CorruptError, match="not one of the 2 rows"):
-        run(tmp_path, [7, 8])
-    assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "prompts"))
-    assert len(prompts(run(tmp_path, [openai("Sing.")]))) == 1
-
-
 @pytest.mark.parametrize("name", REAL_SETS)
 def test_real_sets(tmp_path, name):
-    paths = [SHARED / f"{name}{ending}" for ending in (".jsonl.gz", ".jsonl")]
-    path = next((one for one in paths if one.exists()), None)
-    if path is None:
-        pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
-    source = {"path": str(path), **REAL_SETS[name]}
+    source = {"path": str(shared(name)), **REAL_SETS[name]}
     manifest = make_prompts(PromptsConfig(sources=[source], max_prompts=100), output)
     kept = prompts(output)
     assert len(kept) == 100
     reasons = {"duplicate.exact", "duplicate.near", "limit"}
     assert set(manifest.facts["ledger"]["dropped"]) <= reasons
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        answers = [
-            message["content"]
-            for line, _ in zip(lines, range(100), strict=False)
-            for message in json.loads(line).get("messages", [])
-            if message["role"] == "assistant" and len(message["content"]) > 60
-        ]
+    stem, _, packed = name.partition(".jsonl")
+    every = itertools.chain(*real_messages(stem, 100)) if packed else ()
+    said = [one["content"] for one in every if one["role"] == "assistant"]
     text = output.read("prompts-00000.jsonl").decode()
-    assert not [
-        answer for answer in answers if json.dumps(answer, ensure_ascii=False)[1:-1] in text
-    ]
+    answers = [json.dumps(one, ensure_ascii=False)[1:-1] for one in said if len(one) > 60]
+    assert not [one for one in answers if one in text]

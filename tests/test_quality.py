@@ -1,9 +1,6 @@
 """Quality: unanswerable text goes for the right reason, and ordinary questions stay."""
 
 import base64
-import gzip
-import itertools
-import json
 import random
 
 import pytest
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 from eyas.data.filters import quality
 from eyas.data.ledger import Drop
 from eyas.data.quality import ENOUGH, QUALITY_CHECKS, QUALITY_LIMITS
-from tests.source_rows import SHARED, row
+from tests.source_rows import real_rows, row
 
 RNG = random.Random(0)
 NOISE = base64.b64encode(RNG.randbytes(900)).decode()
@@ -134,10 +131,4 @@ def test_any_row_is_kept_as_it_is_or_dropped(turns):
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "self_dialogue"])
 def test_real_prompts_stay(name):
-    path = SHARED / f"{name}.jsonl.gz"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        messages = [json.loads(line)["messages"] for line in itertools.islice(lines, 1000)]
-    rows = [row(*(one["content"] for one in turns if one["role"] == "user")) for turns in messages]
-    assert [one for one in rows if isinstance(quality(one), Drop)] == []
+    assert [one for one in real_rows(name, 1000) if isinstance(quality(one), Drop)] == []

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("faker", reason="needs the group `recipes`")
 from recipes import entities
 from recipes.entities import PERSON, Country, Writer, is_held_back
-from tests.source_rows import SHARED
+from tests.source_rows import shared
 
 
 def made(seed):
@@ -41,19 +41,18 @@ def test_names_to_measure_with_are_held_back(locale):
 
 
 def test_labelled_sentences_and_prompts_that_are_held_back_are_not_trained_on():
-    if not SHARED.is_dir():
-        pytest.skip(f"no data beside the checkout at {SHARED}")
+    ner = shared("ner")
 
     def trained():
-        return [*itertools.islice(entities.gold_texts(SHARED / "ner", Writer(5), 5), 150)]
+        return [*itertools.islice(entities.gold_texts(ner, Writer(5), 5), 150)]
 
     texts = trained()
     assert texts == trained()
     whole = "\n".join(text.text for text in texts)
-    held = [text.text for _, _, text in entities.gold(SHARED / "ner", held_back=True)]
+    held = [text.text for _, _, text in entities.gold(ner, held_back=True)]
     long = [text for text in held if len(text) > 25]  # shorter ones may be in another
     assert len(long) > 1000
     assert not [text for text in long if text in whole]
-    kept = [one.text for _, one in itertools.islice(entities.kept_texts(SHARED, {}), 300)]
+    kept = [one.text for _, one in itertools.islice(entities.kept_texts(ner.parent, {}), 300)]
     assert kept
     assert not [one for one in kept if len(one) < entities.CHARACTERS and is_held_back(one, 10)]

@@ -57,6 +57,11 @@ def node(parent, role, *parts):
     return {"parent": parent, "message": message if role else None}
 
 
+def of_chatgpt(role, **more):
+    message = {**node(None, role, "private")["message"], **more}
+    return {"current_node": "a", "mapping": {"a": {"message": message}}}
+
+
 CHATGPT = {  # a second wording of the first question was left behind
     "current_node": "e",
     "mapping": {
@@ -103,11 +108,16 @@ SHAPES = {
         TURNS,
     ),
     "chatgpt": (CHATGPT, TURNS),
+    "langchain": ({"messages": [{"type": "human", "content": "Hi"}]}, ("Hi",)),
+    "parts of a page": ({"messages": [{"role": "user", "parts": PARTS}]}, ("Where is\nthe dog?",)),
+    "batch": ({"custom_id": "7", "url": "/v1/chat/completions", "body": openai(*TURNS)}, TURNS),
+    "batch, responses": ({"custom_id": "7", "body": {"model": "m", "input": "Hi"}}, ("Hi",)),
     "arena": ({"conversation_a": MESSAGES, "conversation_b": MESSAGES}, TURNS),
     "a table's cell holds JSON": ({"messages": json.dumps(MESSAGES)}, TURNS),
     "all columns in all rows": (EMPTY_COLUMNS, ("Hi",)),
     "a user's message by itself": ({"role": "prompter", "text": "Hi"}, ("Hi",)),
     "question": ({"question": "Hi", "answer": SAID}, ("Hi",)),
+    "speakers": ({"text": "Hi", "author": "Twain", "type": "tool", "is_user": None}, ("Hi",)),
     "text": ({"text": " Hi \n"}, ("Hi",)),
     "blank turns are left out": (openai("Hi", "  ", ""), ("Hi",)),
     "nobody says anything": (openai(), ()),
@@ -116,6 +126,11 @@ SHAREGPT = sharegpt(*TURNS)["conversations"]
 WITH_SYSTEM = {
     "openai": ({"messages": [SYSTEM, *MESSAGES]}, TURNS),
     "sharegpt": ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, TURNS),
+    "openai, beside": ({"system_message": "Be brief.", "messages": MESSAGES}, TURNS),
+    "batch, Anthropic": (
+        {"custom_id": "7", "params": {"system": "Be brief.", "messages": MESSAGES}},
+        TURNS,
+    ),
     "sharegpt, beside": ({"system": "Be brief.", "conversations": SHAREGPT}, TURNS),
     "system prompt": ({"system_prompt": "Be brief.", "question": "Hi", "response": SAID}, ("Hi",)),
 }
@@ -152,24 +167,12 @@ def test_shapes(tmp_path, system):
         {"messages": [USER], "tools": TOOLS},
         {"messages": [USER], "tools": json.dumps(TOOLS)},
         {"prompt": "Hi", "functions": TOOLS},
-        {
-            "current_node": "a",
-            "mapping": {
-                "a": {"message": {**node(None, "assistant", "1")["message"], "recipient": "python"}}
-            },
-        },
+        of_chatgpt("assistant", recipient="python"),
     ],
 )
 def test_a_conversation_with_tools_is_dropped_for_that(tmp_path, row):
     (dropped,) = read(write(tmp_path / "set.jsonl", json.dumps(row)))
     assert dropped.drop.reason == "tools"
-
-
-def test_a_licence_need_not_be_stated(tmp_path):
-    source = SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path)
-    assert [row.licence for row in read(source)] == [NOT_STATED]
-    nothing = dict.fromkeys(("licence", "prompts_by", "answers_by", "personal"))
-    assert describe(source).config == {**nothing, "overrule": {}, "fictional": False}
 
 
 def test_an_overrule_needs_a_reason():
@@ -254,12 +257,21 @@ BROKEN_LINES = {
         ROLES + '"user", "content": [{"type": "image_url", "url": "private"}]}]}',
         '{"prompt": NaN}',
     ],
-    "it has images": ['{"prompt": "private", "image": "private.png"}'],
+    "a message has no content": ['{"messages": [{"role": "user", "body": "private"}]}'],
+    "a batch's results": ['{"custom_id": "7", "response": {"body": {"choices": ["private"]}}}'],
+    "no request for text": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
+    "it has images": [
+        '{"prompt": "private", "image": "private.png"}',
+        json.dumps(of_chatgpt("user", metadata={"attachments": [{"name": "private"}]})),
+        ROLES + '"user", "content": "private", "attachments": [{"file_name": "private"}]}]}',
+    ],
+    "a bot says it": ['{"text": "private", "bot_id": "B1"}'],
     "under history": ['{"prompt": "private", "history": [["private", "private"]]}'],
     "a tree of messages": ['{"prompt": {"private": {"private": []}}}'],
     "half a character": ['{"prompt": "private \\ud83d"}'],
     "not the user's": [
         *('{"role": "assistant", "text": "private"}', '{"from": "gpt", "prompt": "private"}'),
+        *('{"sender": "bot", "text": "private"}', '{"is_user": "False", "text": "private"}'),
     ],
     "text holds a whole conversation": [
         '{"text": "### Human: private\\n### Assistant: private"}',
@@ -269,11 +281,11 @@ BROKEN_LINES = {
         '{"text": "[|Human|]private\\n[|AI|]private"}',
         '{"text": "<start_of_turn>model\\nprivate"}',
     ],
-    "turns holds a whole conversation": ['{"turns": ["Human: private\\nAssistant: private"]}'],
-    "instruction holds a whole conversation": ['{"instruction": "User: private\\nBot: private"}'],
     "prompt holds a whole conversation": [
         '{"prompt": "<s>[INST] private [/INST] private"}',
         '{"prompt": "<|user|>private<|model|>private"}',
+        json.dumps({"prompt": "[{'content': 'private', 'role': 'user'}]"}),
+        *(json.dumps({"prompt": json.dumps(one)}) for one in ([{"role": "private"}], ["private"])),
     ],
 }
 
@@ -289,18 +301,13 @@ def test_a_broken_line_harms_no_other(tmp_path, note):
         assert "private" not in repr(broken).lower()
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    rows = read(write(tmp_path / "set.jsonl", GOOD.encode() + b'\n{"text": "caf\xe9"}\n'))
-    assert rows[1].drop.note == "not UTF-8"
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "Explain this: User: hi, is my name ok?",
         "What does an assistant do?\nAssistant: a job.",
         "a <| b |> c",
-        "In F#, match a with [|x|] -> x",
+        *("In F#, match a with [|x|] -> x", 'Sort [{"role": "a"}]', "[1, 2]", '["a"] or "b"?'),
     ],
 )
 def test_a_prompt_may_speak_of_assistants(tmp_path, text):
@@ -572,8 +579,11 @@ def test_what_is_stated_goes_into_the_manifest(tmp_path):
         "fictional": True,
         "personal": PrivacyConfig(actions={"person": "drop"}).model_dump(mode="json"),
     }
-    made = describe(SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path, **stated))
-    assert made.config == stated
+    path = write(tmp_path / "set.jsonl", GOOD).path
+    assert describe(SourceConfig(path=path, **stated)).config == stated
+    none = dict.fromkeys(("licence", "prompts_by", "answers_by", "personal"))
+    assert describe(SourceConfig(path=path)).config == {**none, "overrule": {}, "fictional": False}
+    assert [row.licence for row in read(SourceConfig(path=path))] == [NOT_STATED]
 
 
 def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
@@ -593,12 +603,17 @@ def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
         ("*.jsonl", MissingInputError),
         (".", EmptyInputError),
         ("nowhere://x/y.jsonl", InputError),
+        ("saved", InputError),
         ("memory://none", MissingInputError),
         ("memory://none/*.jsonl", MissingInputError),
     ],
 )
 def test_a_source_that_is_not_there(tmp_path, path, error):
     source = SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
+    if path == "saved":
+        (tmp_path / path).mkdir()
+        for name in ("data.arrow", "state.json"):
+            (tmp_path / path / name).touch()
     for reading in (describe, read):
         with pytest.raises(error) as raised:
             reading(source)

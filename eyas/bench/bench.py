@@ -220,8 +220,7 @@ def _read(config: BenchConfig) -> list[Task]:
     tasks = read_tasks(config.prompts, num_tasks, config.seed)
     most = max(load.concurrency for load in config.loads)
     if len(tasks) < most:
-        what = f"{packaged_prompts(config.prompts)} has {len(tasks)} prompts: {most} at a time "
-        what += "would never be that many"
+        what = f"{packaged_prompts(config.prompts)} has {len(tasks)} prompts for {most} at a time"
         raise ConfigError(what, "give more prompts, or lower concurrencies")
     return tasks
 

@@ -92,10 +92,8 @@ def render(contents: Contents) -> str:
     """The report as HTML. Raises InputError."""
     bench = contents.bench
     if not all("num_turns" in one for one in bench["comparisons"]) or "open_loop" in bench:
-        raise InputError(
-            "this summary.json is of an older version of eyas, and lacks what a report shows",
-            "run `eyas bench` again",
-        )
+        what = "this summary.json is of an older version of eyas, and lacks what a report shows"
+        raise InputError(what, "run `eyas bench` again")
     for compared in (*bench["comparisons"], *bench["by_task"]):
         if why := impossible(compared):
             raise InputError(

@@ -376,6 +376,7 @@ async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet)
         ways = [PLAINLY, {"speculation": True}] if config.plain is None else [{}, {}]
         differences = differences_of_servers(*facts)
         check_comparable(config.url, "--plain", differences, compare_anyway=False)
+        stack.enter_context(output.held_alone())  # before the work
         arms = [Arm(*one) for one in zip(clients, facts, ways, strict=True)]
         try:
             fields = await _asked(config, tasks, arms, track)

@@ -98,10 +98,8 @@ def task_of(row: Any, number: int, url: str) -> Task:
     except (KeyError, TypeError, IndexError, AttributeError):
         messages = []
     if not any(message["role"] == "user" for message in messages):
-        raise InputError(
-            f"{url} row {number} has no user turn",
-            'give "turns", a list of texts, or "messages"',
-        )
+        what = f"{url} row {number} has no user turn"
+        raise InputError(what, 'give "turns", a list of texts, or "messages"')
     prompt_id = row.get("id", row.get("question_id", number))
     num_turns = len(row["turns"]) if row.get("turns") else _num_user_turns(row["messages"])
     category = str(row.get("category", row.get("source", "")))

@@ -8,7 +8,6 @@ Letters: G grams of the index, T words of a text.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import html
@@ -16,6 +15,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ MARKS = re.compile("[\u0300-\u036f]")  # accents, apart from their letters
 NO_GRAMS: HashArray = np.zeros(0, np.uint64)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TurnGrams:
     """The grams of a turn in one spelling, by size, each once. A row with `share` of those of size
     GRAM, and at least `least`, holds the turn.
@@ -65,7 +65,7 @@ class TurnGrams:
     least: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EvaluationItem:
     """A row of an evaluation set: digests of its turns together and of each long one, and the grams
     of each turn in each spelling.
@@ -106,9 +106,7 @@ class Postings:
 
 
 class Contamination:
-    """Drops a row that overlaps an item of the evaluation sets, with reason
-    `contamination.<set>`.
-    """
+    """Drops a row that overlaps an item of the evaluation sets: `contamination.<set>`."""
 
     def __init__(self, sets: Sequence[SourceConfig]) -> None:
         """Read the sets and build the index: about 30 bytes a word. Raises as `read_source`, and
@@ -233,9 +231,7 @@ def _digests(turns: Sequence[Spelling]) -> Iterator[bytes]:
 
 
 def _grams(words: Sequence[str]) -> dict[int, HashArray]:
-    """The distinctive grams of a turn by size; if none of size GRAM is distinctive,
-    all of these.
-    """
+    """The distinctive grams of a turn by size; all of size GRAM, if none is distinctive."""
     hashes = hashed(words)
     is_distinctive = [
         not word.isdecimal() and word != NUMBER and (len(word) > 1 or not word.isascii())
@@ -272,8 +268,8 @@ def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
                 for size, grams in turn.by_size.items()
             }
             if len(own[GRAM]) >= min(turn.least, len(turn.by_size[GRAM])) > 0:
-                enough.append(dataclasses.replace(turn, by_size=own))
-        kept.append(dataclasses.replace(item, turns=tuple(enough) or item.turns))
+                enough.append(replace(turn, by_size=own))
+        kept.append(replace(item, turns=tuple(enough) or item.turns))
     return kept
 
 

@@ -5,12 +5,12 @@ FILTERS. It depends on no other row, so a block can be cleaned in any process; n
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ class PersonalData:
         results = []
         for row, of_row, parts_of_row in zip(rows, texts, parts, strict=True):
             names = self._detector.name_searches(itertools.chain(*parts_of_row))
-            row = dataclasses.replace(row, names=names)
+            row = replace(row, names=names)
             results.append(self._result(row, of_row, [next(found) for _ in of_row]))
         return results
 
@@ -123,22 +123,16 @@ class PersonalData:
             for one in findings
         )
         if dropping := self._config.first_that_drops(values):
-            return Drop(
-                f"pii.{dropping.lower()}",
-                note="the policy drops rows that hold this type",
-                found=every,
-            )
+            note = "the policy drops rows that hold this type"
+            return Drop(f"pii.{dropping.lower()}", note, every)
         mentions = Mentions(texts, found)
         found = mentions.complete(texts, found)
         every = self._placed(found)
         system, *turns = clean(texts, found, self._config, self._key)
         if left := next((one for text in (system, *turns) for one in mentions.find(text)), None):
-            return Drop(
-                f"pii.{left.type.lower()}",
-                note="a value of this type is still there after it was replaced",
-                found=every,
-            )
-        return dataclasses.replace(
+            note = "a value of this type is still there after it was replaced"
+            return Drop(f"pii.{left.type.lower()}", note, every)
+        return replace(
             row,
             system=system if row.system is not None else None,
             turns=tuple(turns),
@@ -149,7 +143,7 @@ class PersonalData:
     @staticmethod
     def _placed(found: Sequence[Sequence[Finding]]) -> tuple[Finding, ...]:
         return tuple(
-            dataclasses.replace(one, turn=number - 1 if number else None)
+            replace(one, turn=number - 1 if number else None)
             for number, findings in enumerate(found)
             for one in findings
         )
@@ -167,14 +161,14 @@ def find_all_types(texts: Sequence[str]) -> list[list[Finding]]:
     return Mentions(texts, found).complete(texts, found)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CleaningTask:
     """The work on rows, as it is sent to a process. key: of eyas.privacy; personal: the policy of
     each source in `labels`; grams: whether rows are matched to traffic.
     """
 
     labels: tuple[str, ...]
-    key: bytes = dataclasses.field(repr=False)
+    key: bytes = field(repr=False)
     max_characters: int
     languages: tuple[str, ...] | None
     evaluation: tuple[SourceConfig, ...]
@@ -186,7 +180,7 @@ class CleaningTask:
         return RowCleaner(self)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FilterEntry:
     """A filter of rows. name: how the reasons of its drops begin; build: makes it for a task, or
     None (off); meaning: of its drops, for the card; limits: constants, for the ledger and the
@@ -196,7 +190,7 @@ class FilterEntry:
     name: str
     build: Callable[[CleaningTask], RowFilter | None]
     meaning: str
-    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 # The first that drops a row is counted, so cheap ones come first, and long rows go before the text
@@ -271,7 +265,7 @@ class RowCleaner:
             "rows_in": np.array([counts[label] for label in labels], np.int64),
         }
         if self._task.grams:
-            arrays |= dataclasses.asdict(gram_digest(remaining))
+            arrays |= asdict(gram_digest(remaining))
         return BlockResult(job.number, lines, arrays)
 
     def _searched(self, rows: list[SourceRow]) -> Iterator[SourceRow | Drop]:

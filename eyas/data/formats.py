@@ -40,6 +40,11 @@ JSON_HEAD = re.compile(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))')
 # JSON over several lines, and no text that begins with a bracket
 PRETTY = re.compile(rb'\s*[\[{]+\s*(?:\n|"\w+"\s*:)')
 ARCHIVE = re.compile(rb"PK\x03\x04|.{257}ustar", re.S)
+# Lines with a time first (nginx: after three words)
+STAMPED = re.compile(
+    rb"^(?:\S+ \S+ \S+ \[\d\d/\w{3}/\d+:|\[?\d{4}[-/]\d\d[-/]\d\d[T ]|\w{3} [ \d]\d )\d\d:\d\d:\d",
+    re.M,
+)
 SOLID_LINE = re.compile(rb"^[ \t\r]*[^ \t\r\n]", re.M)
 JSON_LINES, TEXT, LOG = "JSON lines", "plain text", "a log"
 DELIMITERS = ",\t;|"
@@ -218,9 +223,10 @@ def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
             yield row
 
 
-def _is_json(head: bytes) -> bool:
-    """Whether most lines begin as JSON: the first one may be damaged, or text after a bracket."""
-    return 2 * len(OBJECT_LINE.findall(head)) > len(SOLID_LINE.findall(head))
+def _are(line: re.Pattern[bytes], head: bytes, least: int = 1) -> bool:
+    """Whether most lines begin so: single ones may be damaged, or text."""
+    count = len(line.findall(head))
+    return count >= least and 2 * count > len(SOLID_LINE.findall(head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +245,16 @@ class Format:
 # In the order in which the first bytes are looked at; the last one takes all other files.
 FORMATS = (
     Format("Parquet", ("parquet",), lambda head: head[:4] == b"PAR1", _parquet_rows, is_text=False),
-    Format(LOG, (), lambda head: bool(LOG_LINE.search(head)), _line_values(_log_line)),
+    Format(
+        LOG,
+        (),
+        lambda head: bool(LOG_LINE.search(head)) or _are(STAMPED, head, 3),
+        _line_values(_log_line),
+    ),
     Format(
         JSON_LINES,
         ("json", "jsonl", "ndjson"),
-        lambda head: bool(JSON_HEAD.match(head)) or _is_json(head),
+        lambda head: bool(JSON_HEAD.match(head)) or _are(OBJECT_LINE, head),
         _line_values(parsed),
     ),
     Format("CSV", ("csv", "tsv"), lambda head: False, _csv_rows),
@@ -280,7 +291,7 @@ def format_of(head: bytes, name: str, is_log: bool = False) -> Format:
     if found is BY_NAME[LOG] and named is BY_NAME["CSV"]:  # a line of a log in a cell
         found = named
     if found is BY_NAME[JSON_LINES] and named is BY_NAME[TEXT] and not PRETTY.match(head):
-        found = found if _is_json(head) else named
+        found = found if _are(OBJECT_LINE, head) else named
     return BY_NAME[LOG] if is_log and found.name in (JSON_LINES, TEXT) else found
 
 
@@ -306,10 +317,8 @@ def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> File
                 value = Unreadable("not an object")
         yield line, value
     if found.is_text and foreign >= 2 and foreign > MOST_FOREIGN * count and _is_western(file):
-        raise InputError(
-            f"{public_url(file.url)} is not UTF-8: it looks like Windows-1252",
-            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW, and give that one",
-        )
+        what = f"{public_url(file.url)} is not UTF-8: it looks like Windows-1252"
+        raise InputError(what, "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW, and give that one")
 
 
 def _is_western(file: StoreFile) -> bool:
@@ -340,16 +349,12 @@ def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:
     skip_mark(stream)
     head = stream.peek(LOOK)[:LOOK]
     if ARCHIVE.match(head):
-        raise InputError(
-            f"{public_url(file.url)} is an archive (zip, tar, xlsx)",
-            "unpack it and give the folder, or save the sheet as CSV",
-        )
+        what = f"{public_url(file.url)} is an archive (zip, tar, xlsx)"
+        raise InputError(what, "unpack it and give the folder, or save the sheet as CSV")
     found = format_of(head, name, is_log)
     if found.name == JSON_LINES and (command := _splitting_command(head)):
-        raise InputError(
-            f"{public_url(file.url)} is one JSON document, not JSON lines",
-            f"write it as lines: `{command}`",
-        )
+        what = f"{public_url(file.url)} is one JSON document, not JSON lines"
+        raise InputError(what, f"write it as lines: `{command}`")
     return stream, found
 
 

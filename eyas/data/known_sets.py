@@ -10,26 +10,24 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, HttpUrl
+from pydantic import HttpUrl
 
 from eyas import builtin
 from eyas.data.hub_sets import hub_set
 from eyas.data.sources import URL_SET, SourceConfig
 from eyas.data.streams import public_url
 from eyas.hub import HUB_ID
+from eyas.settings import Settings
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
 _PACKAGED_FILES = Path(builtin.__file__).parent.glob("*_prompts.jsonl.gz")
 PACKAGED = (*builtin.PROMPTS, *map(str, _PACKAGED_FILES))
-PACKAGED_SET = "eyas-demo-prompts"
 LONGEST_COMMON = 4  # letters of a folder's name, such as math, that says nothing
 HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[@/].*)?")
 
 
-class KnownSet(BaseModel):
+class KnownSet(Settings):
     """An entry. source: where its facts were read; unverified: fields that were not."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     aliases: tuple[str, ...] = ()

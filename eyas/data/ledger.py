@@ -6,10 +6,10 @@ masked.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from eyas.privacy.findings import Finding, NameSearch
@@ -29,7 +29,7 @@ PLACEHOLDER = re.compile(r"\b(?:NAME|EMAIL|PHONE|LOCATION|ORG|PERSON)_\d+\b|\[(?
 FindPersonalData = Callable[[Sequence[str]], Sequence[Iterable[Finding]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceRow:
     """The user's side of one conversation.
 
@@ -62,18 +62,16 @@ class SourceRow:
         return self.characters + len(self.system or "")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Drop:
-    """Why a row is dropped. reason: what is counted; note: for people, quotes nothing
-    of the row.
-    """
+    """Why a row is dropped. reason: what is counted; note: for people, quotes nothing of it."""
 
     reason: str
     note: str = ""
     found: tuple[Finding, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DamagedRow:
     """A row that cannot be read. Only its place is kept."""
 
@@ -105,7 +103,7 @@ def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData
         "note": drop.note,
     }
     if drop.found:
-        line["found"] = [dataclasses.asdict(finding) for finding in drop.found]
+        line["found"] = [asdict(finding) for finding in drop.found]
     if isinstance(row, SourceRow):
         line["characters"] = row.characters
         quoted = () if drop.reason.startswith(NOT_QUOTED) else row.turns[:EXCERPT_TURNS]
@@ -127,7 +125,7 @@ def excerpt(text: str, findings: Iterable[Finding]) -> str:
     return "".join([*parts, text[at:end], "..." if end < len(text) else ""])
 
 
-@dataclasses.dataclass
+@dataclass
 class SourceCounts:
     """The counts of one source.
 
@@ -140,16 +138,16 @@ class SourceCounts:
 
     rows_in: int = 0
     rows_out: int = 0
-    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
     rows_masked: int = 0
     placeholders: int = 0
-    masked: Counter[str] = dataclasses.field(default_factory=Counter)
-    found_in_dropped: Counter[str] = dataclasses.field(default_factory=Counter)
-    lengths_in: Counter[int] = dataclasses.field(default_factory=Counter)
-    lengths_out: Counter[int] = dataclasses.field(default_factory=Counter)
-    languages: Counter[str] = dataclasses.field(default_factory=Counter)
-    names_rows: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
-    names_characters: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
+    masked: Counter[str] = field(default_factory=Counter)
+    found_in_dropped: Counter[str] = field(default_factory=Counter)
+    lengths_in: Counter[int] = field(default_factory=Counter)
+    lengths_out: Counter[int] = field(default_factory=Counter)
+    languages: Counter[str] = field(default_factory=Counter)
+    names_rows: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    names_characters: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def facts(self) -> dict[str, Any]:
         """The counts that go into the manifest."""
@@ -227,10 +225,9 @@ class Ledger:
     def total(self) -> SourceCounts:
         """The sum over all sources."""
         total = SourceCounts()
-        for field in dataclasses.fields(SourceCounts):
+        for name in (one.name for one in fields(SourceCounts)):
             for counts in self._sources.values():
-                added = getattr(total, field.name) + getattr(counts, field.name)
-                setattr(total, field.name, added)
+                setattr(total, name, getattr(total, name) + getattr(counts, name))
         return total
 
     def warnings(self) -> list[str]:

@@ -7,9 +7,9 @@ is a trait, on which the policy decides. Answers are dropped, so their authors a
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eyas.data.formats import FileLook
@@ -31,7 +31,7 @@ PLACEHOLDER = "<why this use is allowed>"
 COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceTrait:
     """A trait of a source. field, value: what has it; remedy: what to state instead."""
 
@@ -42,7 +42,7 @@ class SourceTrait:
     remedy: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Objection:
     """A rule that fires. remedy: what to state instead; reason: why it was overruled, or ""."""
 
@@ -54,7 +54,7 @@ class Objection:
     reason: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The policy's decision on one source. duties: text by trait; mistakes: overrules without
     effect or reason; known_as, facts_from: the registry's entry and its URL.
@@ -80,7 +80,7 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The fields, with "verdict": "allowed", "overruled" or "refused"."""
         verdict = "refused" if not self.allowed else "overruled" if self.overruled else "allowed"
-        fields = dataclasses.asdict(self).items()
+        fields = asdict(self).items()
         listed = {name: list(one) if isinstance(one, tuple) else one for name, one in fields}
         return {"verdict": verdict, **listed}
 
@@ -127,9 +127,9 @@ def judge(
     if not known and any(one.is_log for one in look or ()) and not (source.log or source.shape):
         remedy = (
             "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "
-            "them may be used>}; shape: openai, if it is a published set"
+            "them may be used>}; if it is none, its shape: openai, or strings for lines of text"
         )
-        meaning = "its files look like a log of requests"
+        meaning = "its files look like a log"
         traits.append(SourceTrait("terms", NO_CONSENT, "not stated", meaning, remedy))
     objections = [
         Objection(rule.name, one.field, one.value, f"{one.meaning}; {rule.because}", one.remedy)
@@ -149,9 +149,7 @@ def judge(
         answers_by=holds["answers_by"] or UNKNOWN,
         refusals=tuple(one for one in objections if one.rule not in valid),
         overruled=tuple(
-            dataclasses.replace(one, reason=valid[one.rule])
-            for one in objections
-            if one.rule in valid
+            replace(one, reason=valid[one.rule]) for one in objections if one.rule in valid
         ),
         duties=_duties(traits, policy, known),
         notes=tuple(_notes(source, known, traits, policy)),
@@ -178,13 +176,12 @@ def _licence_traits(text: str | None, policy: LicencePolicy) -> Iterator[SourceT
 def _author_traits(
     field: TermField, text: str | None, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    names, remedy = _authors(text), f"{field}: human, or {field}: <the model's name>"
+    names, remedy = _authors(text), f"{field}: human, or {field}: <the model's name and version>"
     if not names:
         yield SourceTrait(field, UNKNOWN, "not given", "no author is named", remedy)
     for name in names:
         entry = policy.author(name)
         if entry is None:
-            remedy = f"{field}: human, or {field}: <the model's name and version>"
             yield SourceTrait(field, UNKNOWN, name, "the policy has no entry for it", remedy)
             continue
         for trait in entry.traits:

@@ -19,9 +19,10 @@ from typing import Literal
 
 import fsspec
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from eyas.errors import ConfigError, MissingInputError
+from eyas.settings import Settings, validated
 
 SHIPPED = Path(__file__).with_name("licence_rules.yaml")
 TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
@@ -33,11 +34,7 @@ NO_CONSENT = "no-consent"  # logs of requests without a stated basis
 FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, NO_CONSENT})
 
 
-class _PolicyModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PolicyRule(_PolicyModel):
+class PolicyRule(Settings):
     """Refuses sources with one of the traits in one of the fields."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
@@ -46,14 +43,14 @@ class PolicyRule(_PolicyModel):
     because: str = Field(min_length=1)
 
 
-class LicenceEntry(_PolicyModel):
+class LicenceEntry(Settings):
     """Licences with the same traits. ids: SPDX; `*` stands for any ending."""
 
     ids: tuple[str, ...] = Field(min_length=1)
     traits: tuple[str, ...] = ()
 
 
-class AuthorEntry(_PolicyModel):
+class AuthorEntry(Settings):
     """Authors under the same terms. names: an `author_key`; `*` stands for any ending."""
 
     family: str
@@ -63,7 +60,7 @@ class AuthorEntry(_PolicyModel):
     note: str = ""
 
 
-class LicencePolicy(_PolicyModel):
+class LicencePolicy(Settings):
     """A policy as it is in a file, or as `read_policy` returns it. In each table the first entry
     that fits counts.
     """
@@ -72,7 +69,7 @@ class LicencePolicy(_PolicyModel):
     version: str = Field(min_length=1)
     extends: Literal["shipped", "nothing"] = "shipped"
     remove_rules: tuple[str, ...] = ()
-    traits: dict[str, str] = {}
+    traits: dict[str, str] = Field({})
     rules: tuple[PolicyRule, ...] = ()
     licences: tuple[LicenceEntry, ...] = ()
     authors: tuple[AuthorEntry, ...] = ()
@@ -134,16 +131,8 @@ def _parsed(text: str, where: str) -> LicencePolicy:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the policy {where} is not YAML: {error}", "correct the file") from error
-    try:
-        return LicencePolicy.model_validate(content if isinstance(content, dict) else {})
-    except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
-        )
-        raise ConfigError(
-            f"the policy {where} does not fit: {wrong}",
-            f"its fields are {', '.join(LicencePolicy.model_fields)}",
-        ) from error
+    values = content if isinstance(content, dict) else {}
+    return validated(LicencePolicy, values, f"the policy {where}")
 
 
 def _over(base: LicencePolicy, own: LicencePolicy, where: str) -> LicencePolicy:
@@ -167,10 +156,8 @@ def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
             f"the policy {where} has two rules called {twice[0]!r}", "give each a name of its own"
         )
     if not policy.rules:
-        raise ConfigError(
-            f"the policy {where} has no rule, so it would let everything through",
-            "write at least one rule",
-        )
+        what = f"the policy {where} has no rule, so it would let everything through"
+        raise ConfigError(what, "write at least one rule")
     used = [trait for rule in policy.rules for trait in rule.refuse]
     entries: list[LicenceEntry | AuthorEntry] = [*policy.licences, *policy.authors]
     used += [trait for entry in entries for trait in entry.traits]
@@ -182,10 +169,8 @@ def _all_known(names: Iterable[str], known: Iterable[str], what: str, where: str
     known = sorted(known)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(
-            f"the policy {where} names a {what} that does not exist: {unknown[0]!r}",
-            f"there are: {', '.join(known)}",
-        )
+        problem = f"the policy {where} names a {what} that does not exist: {unknown[0]!r}"
+        raise ConfigError(problem, f"there are: {', '.join(known)}")
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:

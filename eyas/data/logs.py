@@ -24,38 +24,37 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.data.streams import Unreadable
+from eyas.settings import Settings
 
 SGLANG_CUT = 2048  # characters of each text at --log-requests-level 2
 YES = frozenset({"true", "yes", "1", "granted"})
 
 
-class LogConfig(BaseModel):
+class LogConfig(Settings):
     """What allows training on logged requests, and which of them are taken.
 
     A field of a record is named by its path, as `metadata.training` or `headers.x-training`, and
     must say yes (true, yes, 1, granted), or hold VALUE where `PATH=VALUE` is given.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     consent: str | None = Field(
-        default=None, description="PATH or PATH=VALUE of each request's own consent"
+        None, description="PATH or PATH=VALUE of each request's own consent"
     )
     basis: str | None = Field(
-        default=None,
+        None,
         min_length=1,
         description="why requests without a consent of their own may be used, e.g. the contract",
     )
     opt_out: str | None = Field(
-        default=None, min_length=1, description="PATH or PATH=VALUE by which a request refuses"
+        None, min_length=1, description="PATH or PATH=VALUE by which a request refuses"
     )
     share: float = Field(
-        default=1.0, gt=0, le=1, description="of the users (of requests, where none is named)"
+        1.0, gt=0, le=1, description="of the users (of requests, where none is named)"
     )
-    max_per_user: int | None = Field(default=None, ge=1, description="requests of each user")
+    max_per_user: int | None = Field(None, ge=1, description="requests of each user")
 
     @model_validator(mode="after")
     def _has_basis(self) -> LogConfig:

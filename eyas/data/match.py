@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from eyas.data.duplicates import GOLDEN, HashArray, scrambled
 from eyas.data.ledger import LENGTHS, SourceRow
 from eyas.errors import EmptyInputError
 from eyas.language import tokens
+from eyas.settings import Settings
 
 VERSION = 2  # of hashes, weights, rounds and noise
 NUM_BUCKETS = 10_000
@@ -37,10 +38,8 @@ RowMask = NDArray[np.bool_]  # [R]
 PickRows = Callable[[WeightArray], RowMask]
 
 
-class MatchConfig(BaseModel):
+class MatchConfig(Settings):
     """A sample of production prompts, and how many prompts to select so that they resemble it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     traffic: str = Field(
         min_length=1,
@@ -189,10 +188,8 @@ def traffic_halves(rows: Iterable[SourceRow]) -> tuple[Profile, Profile]:
         halves[int(scrambled(key)[0] & np.uint64(1))].add(block)
     if not all(half.num_rows for half in halves):
         count = sum(half.num_rows for half in halves)
-        raise EmptyInputError(
-            f"the traffic holds too few prompts to fit one half and measure by the other: {count}",
-            "give some hundred of them",
-        )
+        what = "the traffic holds too few prompts to fit one half and measure by the other"
+        raise EmptyInputError(f"{what}: {count}", "give some hundred of them")
     return halves
 
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
 from eyas.data.card import CardContents, write_card
@@ -53,60 +53,52 @@ from eyas.privacy import detector
 from eyas.privacy.key import key_id, key_place, privacy_key
 from eyas.privacy.pii import TYPES, PrivacyConfig
 from eyas.records import Prompt
+from eyas.settings import Settings
 
 ROWS_PER_PART = 10_000  # of prompts, of dropped and of changed rows
-CHANGED = "changed"
-STEMS = ("prompts", "dropped", CHANGED)
+STEMS = ("prompts", "dropped", "changed")
 SELECTION, VERSIONS, REPORT = f"{WORK}/selection.npz", f"{WORK}/versions.json", f"{WORK}/match.json"
 LIBRARIES = ("numpy", "py3langid")  # besides those of the detector
 
 
-class PromptsConfig(BaseModel):
+class PromptsConfig(Settings):
     """What to read and what to keep. `executor` and `workers` do not change the result."""
-
-    model_config = ConfigDict(extra="forbid")
 
     sources: list[SourceConfig] = Field(
         min_length=1, description="what to read, each with its licence"
     )
     policy: str | None = Field(
-        default=None, description="file of rules for licences and authors; null: ours"
+        None, description="file of rules for licences and authors; null: ours"
     )
     personal: PrivacyConfig = PrivacyConfig()
     near_duplicates: float | None = Field(
-        default=0.85,
+        0.85,
         ge=0.7,
         le=1,
         description="Jaccard of word pairs that drops the later of two rows; null: only exact "
         "duplicates",
     )
-    evaluation: list[SourceConfig] = Field(
-        default=[], description="sets whose items no prompt may overlap"
-    )
+    evaluation: list[SourceConfig] = Field([], description="sets whose items no prompt may overlap")
     languages: tuple[str, ...] | None = Field(
-        default=None, description="kept languages, ISO 639-1 codes such as [en, de]; null: all"
+        None, description="kept languages, ISO 639-1 codes such as [en, de]; null: all"
     )
     match: MatchConfig | None = Field(
         None, description="prompts like those of a log; null: no selection"
     )
     record: dict[str, str] = Field(
-        default={},
+        {},
         description="facts of the processing for the card, HEADING: TEXT: operator, purpose, "
         "legal basis, retention, erasure, custody of the key",
     )
     damaged: Literal["warn", "error"] = Field(
-        default="warn",
+        "warn",
         description="if a file is cut, or over 3 % of a source's rows are unreadable: what to do",
     )
-    max_characters: int = Field(
-        default=8000, ge=1, description="of user turns and system prompt together"
-    )
-    max_prompts: int | None = Field(
-        default=None, ge=1, description="stop reading after so many; null: all"
-    )
-    seed: int = Field(default=0, ge=0, description="of the draws by `match` and `max_prompts`")
+    max_characters: int = Field(8000, ge=1, description="of user turns and system prompt together")
+    max_prompts: int | None = Field(None, ge=1, description="stop reading after so many; null: all")
+    seed: int = Field(0, ge=0, description="of the draws by `match` and `max_prompts`")
     executor: Place = Field("local", description="where the work runs; the result is the same")
-    workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
+    workers: int = Field(1, ge=1, description="processes, or actors on Ray")
 
     @model_validator(mode="after")
     def _is_whole(self) -> PromptsConfig:
@@ -194,10 +186,8 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     done = output.manifest("prompts")
     _refuse_damage(config, output, done.facts["warnings"])
     if done.facts["record"] != config.record:
-        raise InputError(
-            f"{output.url} is done, and its card holds another record of processing",
-            "give another --output, or take the record with which it was made",
-        )
+        what = f"{output.url} is done, and its card holds another record of processing"
+        raise InputError(what, "give another --output, or take the record with which it was made")
     return done
 
 
@@ -246,10 +236,8 @@ def _make(
     if not total.rows_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in total.dropped.most_common())
         output.free()
-        raise EmptyInputError(
-            f"no prompt is left of {total.rows_in} rows ({reasons})",
-            f"{output.url}/dropped-*.jsonl says why each row went",
-        )
+        what = f"no prompt is left of {total.rows_in} rows ({reasons})"
+        raise EmptyInputError(what, f"{output.url}/dropped-*.jsonl says why each row went")
     counts = {
         "rows": total.rows_in,
         "prompts": total.rows_out,
@@ -286,9 +274,7 @@ def versions() -> dict[str, Any]:
 def cleaned_blocks(
     config: PromptsConfig, store: BlockStore, executor: Executor, track: Track
 ) -> Generator[int]:
-    """Step 1: the number of finished blocks, each time one is added; those of an
-    earlier run first.
-    """
+    """Step 1: the number of finished blocks, at each one; those of an earlier run first."""
     number = 0
     while store.has(number):
         number += 1

@@ -11,7 +11,6 @@ signature, S beginnings of conversations.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import io
@@ -19,6 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ HASH_ID = re.compile(rf"[0-9a-f]{{{ID_DIGITS}}}")
 BlockArrays = dict[str, NDArray[Any]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RowBlock:
     """Consecutive rows, across the end of a source."""
 
@@ -76,7 +76,7 @@ class RowBlock:
     rows: tuple[SourceRow | DamagedRow, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BlockResult:
     """A cleaned block. lines: JSON, one per row in; arrays: by name, over the remaining rows."""
 
@@ -106,7 +106,7 @@ def block_lines(rows: Iterable[SourceRow | dict[str, Any]]) -> tuple[bytes, NDAr
     places: list[tuple[int, int]] = []
     size = 0
     for row in rows:
-        value = {"row": dataclasses.asdict(row)} if isinstance(row, SourceRow) else {"drop": row}
+        value = {"row": asdict(row)} if isinstance(row, SourceRow) else {"drop": row}
         lines.append(json.dumps(value, ensure_ascii=False).encode() + b"\n")
         if isinstance(row, SourceRow):
             places.append((size, size + len(lines[-1])))
@@ -223,7 +223,7 @@ class RemainingRows:
         return made
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Selection:
     """The decision on each row.
 
@@ -241,7 +241,7 @@ class Selection:
     def to_bytes(self) -> bytes:
         """For the disk."""
         stream = io.BytesIO()
-        parts = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        parts = {one.name: getattr(self, one.name) for one in fields(self)}
         parts["names"] = json.dumps([*self.names.items()])
         np.savez(stream, allow_pickle=False, **parts)
         return stream.getvalue()
@@ -283,7 +283,7 @@ class Selection:
         return self.names.get(number) or text_hash(row)[:ID_DIGITS]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SelectionRules:
     """What to take. near: a Jaccard; limits: by source, None for all of its rows; traffic: counts
     by bucket, of which `num_prompts` rows have the distribution; limit: of all rows.

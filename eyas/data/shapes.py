@@ -13,23 +13,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from eyas.data.logs import logged_request
 from eyas.data.streams import Unreadable, is_encodable
 
 UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 
-SYSTEM_KEYS = ("system", "system_prompt")
-ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id")
+SYSTEM_KEYS = ("system", "system_prompt", "system_message", "system_instruction")
+TEXT_KEYS = ("content", "value", "text", "parts")  # of a message
+ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id", "custom_id")
 ID_KEYS += ("conversation_hash", "message_tree_id")
-# Columns of what prompts do not hold: the problem and its reason
-TOOLS, IMAGES = ("it offers tools", "tools"), ("it has images, which prompts do not hold",)
-EARLIER = ("a turn without the earlier ones under history",)
+# What prompts do not hold: the problem, its reason
+IMAGES = ("it has images or files, which prompts do not hold",)
 NOT_HELD = {
-    **dict.fromkeys(("tools", "functions"), TOOLS),
-    "history": EARLIER,
+    **dict.fromkeys(("tools", "functions"), ("it offers tools", "tools")),
+    "history": ("a turn without the earlier ones under history",),
+    "bot_id": ("a bot says it",),
     **dict.fromkeys(("image", "images"), IMAGES),
 }
 WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
-MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
+SPEAKER_KEYS = ("role", "from", "sender", "author", "speaker", "sender_type")
+IS_USER_KEYS = ("is_user", "isCreatedByUser")
+MESSAGE_KEYS = (*SPEAKER_KEYS, *IS_USER_KEYS, "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -38,8 +42,12 @@ TOOL_ROLES = frozenset(
     {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# A text of both sides has a reserved token, or a line of the assistant after one of the user.
-RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|(?:Human|AI)\|\]|</assistant>")
+# A text of both sides has a reserved token, or a line of the assistant after one of the user, or is
+# a list in a cell.
+RESERVED = re.compile(
+    r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|(?:Human|AI)\|\]|</assistant>"
+    r"""|\A\s*\[(?:\s*\{\s*["'](?:role|content|from|value)["']|".*"\]\s*\Z)"""
+)
 SPOKEN = r"(?:^[#*<> \t]*|### ?|\b(?-i:(?=[A-Z]+:)))(?:{})[*> \t]*[:：]"  # or in one line
 BY_USER = re.compile(SPOKEN.format("human|user|prompter|instruction|用户"), re.I | re.M)
 BY_ASSISTANT = re.compile(
@@ -91,11 +99,12 @@ def _messages(items: list[Any], key: str) -> UserSide:
         if role in TOOL_ROLES or item.get("tool_calls") or item.get("function_call"):
             raise Unreadable("it calls tools", "tools")
         if role in USER_ROLES:
-            text = _spoken(_text(_first(item, "content", "value", "text")))
+            _check_held(item, "attachments", "files")
+            text = _spoken(_said(item))
             turns[-1:] = [f"{turns[-1]}\n\n{text}".strip()] if goes_on else [*turns[-1:], text]
             goes_on = True
         elif role in SYSTEM_ROLES:
-            systems.append(_text(_first(item, "content", "value", "text")))
+            systems.append(_said(item))
         else:
             goes_on = False
     return tuple(turns), "\n\n".join(text for text in systems if text)
@@ -122,6 +131,7 @@ def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
             "role": (one.get("author") or {}).get("role"),
             "content": one["content"].get("parts") or one["content"].get("text"),
             "tool_calls": one.get("recipient") not in (None, "all"),
+            "files": (one.get("metadata") or {}).get("attachments"),
         }
         for one in messages
     ]
@@ -146,8 +156,17 @@ def _prompt(value: Any, keys: tuple[str, ...]) -> UserSide:
         if value.get(key) is not None:
             _check_user(value)
             return (_one_side(_text(value[key]), key),), _system(value)
-    known = ", ".join(key for shape in SHAPES for key in shape.keys)
-    raise Unreadable(f"no shape known here: none of {known}")
+    raise Unreadable("no shape known here")
+
+
+def _request(value: Any, keys: tuple[str, ...]) -> UserSide:
+    body = _first(value, *keys[1:])
+    if not isinstance(body, dict):
+        raise Unreadable("a batch's results hold no prompts: give its requests")
+    request = None if "embeddings" in str(value.get("url")) else logged_request(body)
+    if request is None:
+        raise Unreadable("no request for text")
+    return user_side(request.row)
 
 
 def _string(value: Any, keys: tuple[str, ...]) -> UserSide:
@@ -158,21 +177,18 @@ def _string(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How rows are written. keys: what holds the user's side; has_list: one of them holds a list,
-    otherwise the first holds a text; meaning: for people.
-    """
+    """How rows are written. keys: what holds the user's side; meaning: for people."""
 
     name: str
     keys: tuple[str, ...]
     read: Callable[[Any, tuple[str, ...]], UserSide]
-    has_list: bool
     meaning: str
 
     def fits(self, value: dict[str, Any]) -> bool:
-        if not self.has_list:
-            return any(value.get(key) is not None for key in self.keys[:1])
         held = [value.get(key) for key in self.keys]
-        return any(isinstance(one, list) or _is_list_as_text(one) for one in held)
+        if self.read in (_conversation, _turns):  # of lists
+            return any(isinstance(one, list) or _is_list_as_text(one) for one in held)
+        return any(one is not None for one in held[:1])
 
 
 # In the order in which they are tried; a row that fits none is read as a prompt. Arena has a
@@ -182,33 +198,35 @@ SHAPES = (
         "openai",
         ("messages", "conversation", "conversation_a", "chat_messages"),
         _conversation,
-        True,
         'a list of {"role": "user", "content": ...} (OpenAI, LMSYS, WildChat, Arena, Claude)',
     ),
     RowShape(
         "sharegpt",
         ("conversations",),
         _conversation,
-        True,
         'a list of {"from": "human", "value": ...} (ShareGPT)',
     ),
-    RowShape("tree", ("mapping",), _tree, False, "messages by id (an export of ChatGPT)"),
-    RowShape("turns", ("turns",), _turns, True, "a list of the user's texts (Spec-Bench)"),
+    RowShape("tree", ("mapping",), _tree, "messages by id (an export of ChatGPT)"),
+    RowShape("turns", ("turns",), _turns, "a list of the user's texts (Spec-Bench)"),
     RowShape(
         "alpaca",
         ("instruction", "input", "context"),
         _instruction,
-        False,
         "an instruction and what it is about (Alpaca, Dolly)",
     ),
     RowShape(
         "prompt",
         ("prompt", "question", "problem", "text", "query"),
         _prompt,
-        False,
         "a text of the user",
     ),
-    RowShape("strings", (), _string, False, "a row that is a text itself"),
+    RowShape(
+        "batch",
+        ("custom_id", "body", "params"),
+        _request,
+        "a request of a batch (OpenAI, Anthropic)",
+    ),
+    RowShape("strings", (), _string, "a row that is a text itself"),
 )
 BY_NAME = {shape.name: shape for shape in SHAPES}
 KNOWN_SHAPES = "; ".join(
@@ -226,8 +244,7 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
     elif isinstance(value, str) and shape in (None, "strings"):
         turns, system = _string(value, ())
     elif isinstance(value, dict):
-        if problem := next((NOT_HELD[key] for key in NOT_HELD if _is_given(value.get(key))), None):
-            raise Unreadable(*problem)
+        _check_held(value)
         fitting = (one for one in SHAPES if one.fits(value))
         found = BY_NAME[shape] if shape else next(fitting, BY_NAME["prompt"])
         turns, system = found.read(value, found.keys)
@@ -255,6 +272,19 @@ def _first(value: dict[str, Any], *keys: str) -> Any:
     return next((value[key] for key in keys if value.get(key) is not None), None)
 
 
+def _said(message: dict[str, Any]) -> str:
+    if message.keys().isdisjoint(TEXT_KEYS):
+        raise Unreadable(f"a message has no {', '.join(TEXT_KEYS)}")
+    return _text(_first(message, *TEXT_KEYS))
+
+
+def _check_held(value: dict[str, Any], *more: str) -> None:
+    keys = (*NOT_HELD, *more)
+    for key in () if value.keys().isdisjoint(keys) else keys:
+        if _is_given(value.get(key)):
+            raise Unreadable(*NOT_HELD.get(key, IMAGES))
+
+
 def _is_given(held: Any) -> bool:
     """A table's cell may hold an empty list as text, or an image without bytes and path."""
     if isinstance(held, dict | list):
@@ -263,7 +293,7 @@ def _is_given(held: Any) -> bool:
 
 
 def _role(message: dict[str, Any]) -> str:
-    role = _first(message, "role", "from", "sender")
+    role = _first(message, "role", "from", "sender", "type")
     known = role.lower() if isinstance(role, str) else ""
     if known not in ROLES:
         raise Unreadable("a message has no role known here")
@@ -272,10 +302,14 @@ def _role(message: dict[str, Any]) -> str:
 
 def _check_user(value: dict[str, Any]) -> None:
     """Raise Unreadable for a message that is not the user's first one, or flagged."""
-    if _first(value, "role", "from") is None:
-        return
-    if _role(value) not in USER_ROLES:
+    roles = {str(value.get(key)).lower() for key in SPEAKER_KEYS}
+    if _first(value, "role", "from") is not None:
+        roles.add(_role(value))  # any other is no role known here
+    is_user = _first(value, *IS_USER_KEYS)
+    if roles & (ROLES - USER_ROLES) or (is_user is not None and not _is_yes(is_user)):
         raise Unreadable("the row is a single message, and not the user's")
+    if not roles & USER_ROLES:
+        return
     if value.get("parent_id") not in (None, ""):
         raise Unreadable("the row is a single message, without what came before it")
     flags = [name for name in ("deleted", "synthetic") if _is_yes(value.get(name))]

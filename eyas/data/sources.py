@@ -15,7 +15,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from eyas.artifact import File, Manifest
 from eyas.data import hub_sets
@@ -27,20 +27,18 @@ from eyas.data.streams import StoreFile, Unreadable, public_url
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.hub import HUB_ID
 from eyas.privacy.pii import PrivacyConfig
+from eyas.settings import Settings
 
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")
 HIDDEN = re.compile(r"(?:^|/)[._]")
-BLOCK = 1 << 20  # bytes
 LOOKED_FILES, LOOKED_ROWS = 64, 8  # that are asked for their format and columns
 URL_SET = re.compile(rf"hf://datasets/({HUB_ID.pattern})(?:[@/].*)?")
 STATED = {"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"}
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Settings):
     """One set of conversations or prompts, its licence, and who wrote it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str = Field(
         min_length=1,
@@ -48,43 +46,38 @@ class SourceConfig(BaseModel):
         "owner/name[@revision]",
     )
     name: str | None = Field(
-        default=None, description="in prompts and ledger; made from the path if not given"
+        None, description="in prompts and ledger; made from the path if not given"
     )
-    licence: str | None = Field(
-        default=None, min_length=1, description="SPDX identifier, e.g. CC-BY-4.0"
-    )
+    licence: str | None = Field(None, min_length=1, description="SPDX identifier, e.g. CC-BY-4.0")
     prompts_by: str | None = Field(
-        default=None, min_length=1, description='who wrote the prompts: "human", or a model'
+        None, min_length=1, description='who wrote the prompts: "human", or a model'
     )
     answers_by: str | None = Field(
-        default=None, min_length=1, description='who wrote the answers: "human", or a model'
+        None, min_length=1, description='who wrote the answers: "human", or a model'
     )
     overrule: dict[str, str] = Field(
-        default={}, description="rules of the policy to overrule for this set: {rule: reason}"
+        {}, description="rules of the policy to overrule for this set: {rule: reason}"
     )
     fictional: bool = Field(
-        default=False,
+        False,
         description="the people of its prompts are invented, as in word problems: names and places "
         "are not searched for",
     )
     personal: PrivacyConfig | None = Field(
-        default=None, description="what to do with personal data here, in place of the run's policy"
+        None, description="what to do with personal data here, in place of the run's policy"
     )
     log: LogConfig | None = Field(
-        default=None,
-        description="for logs of requests: the basis for training on them, and a sample",
+        None, description="for logs of requests: the basis for training on them, and a sample"
     )
     shape: str | None = Field(
-        default=None,
-        description=f"the form of rows, one of {', '.join(BY_NAME)}; recognised if not given",
+        None, description=f"the form of rows, one of {', '.join(BY_NAME)}; recognised if not given"
     )
     subset: str | None = Field(
-        default=None,
-        description="of a Hugging Face set: the configuration; its default if not given",
+        None, description="of a Hugging Face set: the configuration; its default if not given"
     )
-    split: str | None = Field(default=None, description="of a Hugging Face set; train if not given")
+    split: str | None = Field(None, description="of a Hugging Face set; train if not given")
     max_prompts: int | None = Field(
-        default=None, ge=1, description="take so many of its prompts, drawn by `seed`"
+        None, ge=1, description="take so many of its prompts, drawn by `seed`"
     )
 
     @field_validator("shape")
@@ -185,9 +178,8 @@ def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
             first = first or f"{row.where}: {row.drop.note}"
         yield row
     if not count:
-        raise EmptyInputError(
-            f"{public_url(source.path)} holds no row", "give a file of conversations or prompts"
-        )
+        what = f"{public_url(source.path)} holds no {'request' if source.log else 'row'}"
+        raise EmptyInputError(what, "give a file of conversations or prompts")
     if not readable:
         formats = ", ".join(one.name for one in FORMATS)
         raise CorruptError(
@@ -247,18 +239,14 @@ def looks(source: SourceConfig) -> set[FileLook]:
 def source_files(source: SourceConfig) -> list[SourceFile]:
     """The files of a source by name. Raises MissingInputError, EmptyInputError, InputError."""
     if source.subset or source.split:
-        raise InputError(
-            f"{source.path} has no subsets or splits",
-            "they are for sets of the Hugging Face hub; name the files",
-        )
+        what = f"{source.path} has no subsets or splits"
+        raise InputError(what, "they are for sets of the Hugging Face hub; name the files")
     with _reading(source.path):
         try:
             filesystem, path = url_to_fs(source.path)
         except ValueError as error:
-            raise InputError(
-                f"{public_url(source.path)} cannot be opened: {error}",
-                "use a local path, s3://, gs://, https:// or hf://",
-            ) from error
+            what = f"{public_url(source.path)} cannot be opened: {error}"
+            raise InputError(what, "use a local path, s3://, gs://, https:// or hf://") from error
         found = {one: public_url(one) for one in _expanded(filesystem, path, source.path)}
     folders = [posixpath.dirname(shown) for shown in found.values()]
     start = len(posixpath.commonpath(folders) if len(folders) > 1 else folders[0])
@@ -273,26 +261,20 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
     except FileNotFoundError:
         if not GLOB_SIGNS & set(path):
             raise
-        kinds = {name: facts["type"] for name, facts in filesystem.glob(path, detail=True).items()}
-        hidden = "/." in path
-        found = [
-            name
-            for name, kind in kinds.items()
-            if kind != "directory" and (hidden or "/." not in name)
-        ]
+        every = filesystem.glob(path, detail=True).items()
+        files = [name for name, facts in every if facts["type"] != "directory"]
+        found = [name for name in files if "/." in path or "/." not in name]
         if not found:
-            raise MissingInputError(
-                f"no file matches {public_url(given)}",
-                "check the pattern; ** stands for any folders",
-            ) from None
+            what = f"no file matches {public_url(given)}"
+            raise MissingInputError(what, "check the pattern; ** stands for any folders") from None
         return found
     if not is_folder:
         return [path]
-    found = [
-        name
-        for name in filesystem.find(path)
-        if ending(name) and not HIDDEN.search(name[len(path) :])  # nor half-written
-    ]
+    seen = [name for name in filesystem.find(path) if not HIDDEN.search(name[len(path) :])]
+    if any(name.endswith(".arrow") for name in seen):
+        what = f"the folder {public_url(given)} holds Arrow files, as save_to_disk writes them"
+        raise InputError(what, "write Parquet: datasets.load_from_disk(FOLDER).to_parquet(FILE)")
+    found = [*filter(ending, seen)]
     if not found:
         raise EmptyInputError(
             f"the folder {public_url(given)} holds no data file",
@@ -313,10 +295,8 @@ def _reading(path: str) -> Iterator[None]:
         ) from error
     except (ImportError, OSError) as error:  # also a missing package of a store
         reason = str(error).replace(path, public_url(path))
-        raise InputError(
-            f"{public_url(path)} cannot be read: {reason}",
-            "check that it is readable, and that its store can be reached",
-        ) from error
+        what, hint = f"{public_url(path)} cannot be read: {reason}", "see that it can be reached"
+        raise InputError(what, f"{hint}, and that this user may read it") from error
 
 
 @contextmanager
@@ -328,9 +308,6 @@ def _opened(place: SourceFile) -> Iterator[StoreFile]:
 
 
 def _checksum(place: SourceFile) -> File:
-    digest, size = hashlib.sha256(), 0
     with _opened(place) as stored:
-        while block := stored.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-    return File(bytes=size, sha256=digest.hexdigest())
+        digest = hashlib.file_digest(stored, "sha256").hexdigest()
+        return File(bytes=stored.tell(), sha256=digest)

@@ -89,10 +89,8 @@ class StoreFile(io.RawIOBase):
         # Stores raise OSError, and what their HTTP clients raise.
         except Exception as error:
             reason = str(error).replace(self.url, public_url(self.url))
-            raise InputError(
-                f"{public_url(self.url)} cannot be read: {reason}",
-                "try again; finished parts are kept",
-            ) from error
+            what = f"{public_url(self.url)} cannot be read: {reason}"
+            raise InputError(what, "try again; finished parts are kept") from error
 
 
 class Decompressor(io.RawIOBase):
