@@ -58,7 +58,7 @@ from eyas.model.config import (
 
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval --features and "
-    "export take it through transformers, and check says which servers take the head"
+    "export take it through transformers"
 )
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
 MOST_PARTS = 4096  # layers, or experts of one: more may not fit in memory
@@ -309,7 +309,7 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """A family's config as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
-    quantised = config.get("quantization_config") or {}
+    quantised = config.get("quantization_config")
     if quantised and (method := quantised.get("quant_method")) != "mxfp4":
         raise Unsupported(
             f"is quantised by {method!r}; eyas' own engine runs GGUF files, gpt-oss' MXFP4 and "
@@ -397,7 +397,7 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
-    # a Mistral with layer_types: Ministral
+    # a Mistral with them: Ministral
     has_types = family.window_period != ALL_SLIDING or family.name == "Mistral"
     own = config.get("layer_types") if has_types else None
     stated = own or _stated_types(config, family, turned)
@@ -461,7 +461,7 @@ def rotations_of(
         scaling = config.get("rope_scaling") or {}
         full = by_kind.get(FULL, {}) | scaling
         if "truncate" in full or (scaling and "rope_type" not in scaling):
-            raise Unsupported("has a rope_scaling with truncate or without rope_type")
+            raise Unsupported("has rope_scaling with truncate or without rope_type")
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"

@@ -337,16 +337,17 @@ class HeadConfig(DecoderConfig):
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
     """A folder's config as a dict; a byte order mark is no fault. Raises MissingInputError,
-    CorruptError.
+    CorruptError, MismatchError.
     """
     path = Path(folder) / name
+    if path.with_name("adapter_config.json").exists():
+        what = f"{folder} holds an adapter (adapter_config.json)"
+        raise MismatchError(what, "merge it into its model, or move it elsewhere")
+    hint = "give a folder in Hugging Face's form (config.json, *.safetensors)"
     if not path.exists():
-        raise MissingInputError(
-            f"{folder} has no {name}",
-            "give a folder in Hugging Face's form (config.json, *.safetensors)",
-        )
+        raise MissingInputError(f"{folder} has no {name}", hint)
     if not path.is_file():
-        raise CorruptError(f"{path} is no file", "give a folder in Hugging Face's form")
+        raise CorruptError(f"{path} is no file", hint)
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -362,8 +363,7 @@ EAGLE_ROPE = RopeConfig()
 
 def check_head(config: HeadConfig, target: TargetShape, target_lm_head_sha256: str) -> None:
     """Raise one MismatchError that names all of `match_faults`, if there are any."""
-    faults = match_faults(config, target, target_lm_head_sha256)
-    refuse("the head does not fit this target", faults)
+    refuse("the head does not fit this target", match_faults(config, target, target_lm_head_sha256))
 
 
 def refuse(what: object, faults: Sequence[MismatchError]) -> None:

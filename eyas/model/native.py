@@ -14,7 +14,7 @@ import ctypes
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -198,6 +198,20 @@ class NativeDecoder:
             M=len(rows.token),
         )
 
+    def _call(
+        self,
+        function: Callable[..., int],
+        struct: str,
+        rows: Rows,
+        cache: PagedCache,
+        arrays: Mapping[str, Array | None],
+        **more: Any,
+    ) -> None:
+        more |= {name: address(array) for name, array in arrays.items()}
+        call = STRUCTS[struct](rows=self._view(rows, cache), cache=address(cache.data), **more)
+        while (status := function(self._handle, call)) != 0:
+            self._lengthen(status, int(rows.position.max()))
+
     def _lengthen(self, status: int, last_position: int) -> None:
         """For a call that failed for its positions. Raises IndexError, EyasError for others."""
         if status == BAD_LOGITS:
@@ -272,7 +286,8 @@ class NativeTarget(NativeDecoder):
         assert features is None or features.data.shape == (cache.data.shape[1], width)
         tapped = STRUCTS["Tapped"](address(_three(taps)), address(aux), features is not None)
         arrays = {"logits_of": logits_of, "logits": logits, "best": best}
-        self._run(rows, cache, tapped, arrays, R)
+        more = {"tapped": tapped, "R": R}
+        self._call(self._lib.eyas_forward, "ForwardCall", rows, cache, arrays, **more)
         return TargetOutput(aux_hidden, logits, best)
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
@@ -285,7 +300,8 @@ class NativeTarget(NativeDecoder):
             part = slice(first, first + ROWS_AT_ONCE)
             some = replace(rows, **{name: getattr(rows, name)[part] for name in ROW_COLUMNS})
             tapped = STRUCTS["Tapped"](address(_three(taps)), address(aux_hidden[part]))
-            self._run(some, cache, tapped, {"last_hidden": last_hidden[part]})
+            arrays = {"last_hidden": last_hidden[part]}
+            self._call(self._lib.eyas_forward, "ForwardCall", some, cache, arrays, tapped=tapped)
         return last_hidden, aux_hidden
 
     def _room(self, rows: int) -> Array:
@@ -294,24 +310,6 @@ class NativeTarget(NativeDecoder):
         if self._logits.size < rows * V:
             self._logits = np.empty(rows * V, FLOAT32)
         return self._logits[: rows * V].reshape(rows, V)
-
-    def _run(
-        self,
-        rows: Rows,
-        cache: PagedCache,
-        tapped: ctypes.Structure,
-        arrays: Mapping[str, Array | None],
-        R: int = 0,
-    ) -> None:
-        call = STRUCTS["ForwardCall"](
-            rows=self._view(rows, cache),
-            cache=address(cache.data),
-            tapped=tapped,
-            R=R,
-            **{name: address(array) for name, array in arrays.items()},
-        )
-        while (status := self._lib.eyas_forward(self._handle, call)) != 0:
-            self._lengthen(status, int(rows.position.max()))
 
     def verify(
         self,

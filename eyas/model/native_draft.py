@@ -265,14 +265,8 @@ class NativeDraft(NativeDecoder):
         has_outputs: bool = True,
     ) -> Array:
         h = np.empty((has_outputs * len(rows), self.config.hidden_size), FLOAT32)
-        call = STRUCTS["StatesCall"](
-            rows=self._view(rows, cache),
-            cache=address(cache.data),
-            inputs=address(inputs),
-            h=address(h) if has_outputs else None,
-        )
-        while (status := function(self._handle, call)) != 0:
-            self._lengthen(status, int(rows.position.max()))
+        arrays = {"inputs": inputs, "h": h if has_outputs else None}
+        self._call(function, "StatesCall", rows, cache, arrays)
         return h
 
 

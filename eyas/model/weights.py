@@ -57,7 +57,7 @@ def read_arrays(
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
             found = sharded_arrays(root, index, wanted)
-            if not pickled and (root / single).is_file():
+            if not pickled:
                 _refuse_twin(root)
             return found
         if (root / single).exists():
@@ -66,9 +66,7 @@ def read_arrays(
 
 
 def _refuse_twin(root: Path) -> None:
-    """Raise CorruptError where one file beside the shards holds other weights. Files are compared
-    once, as long as they stay as they are.
-    """
+    """Raise CorruptError where one file beside the shards holds other weights: compared once."""
     names = {*json.loads((root / INDEX).read_bytes())["weight_map"].values()}
     files = [root / name for name in (SINGLE, *sorted(names))]
     if SINGLE in names or not all(path.is_file() for path in files):
@@ -133,10 +131,8 @@ def with_matrices(
 def sharded_arrays(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, Array]:
     """Tensors by an index: all that it lists, each in one shard of the folder itself."""
     try:
-        shard_of = {
-            str(key): str(shard)
-            for key, shard in json.loads((root / index).read_bytes())["weight_map"].items()
-        }
+        listed = json.loads((root / index).read_bytes())["weight_map"]
+        shard_of = {str(key): str(shard) for key, shard in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
     promised = {key for key in shard_of if wanted is None or key in wanted}
