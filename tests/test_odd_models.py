@@ -173,7 +173,7 @@ QUANTISED = {"quantization_config": {"load_in_4bit": True}}
         ("gemma3", {"sliding_window": None}, "no sliding_window in use"),
         ("smollm3", {**SLIDING, "use_sliding_window": False}, "no sliding_window in use"),
         ("llava", {"text_config": {**GRANITE, "logits_scaling": 2.0}}, "in text_config"),
-        ("llava", {"text_config": {**GRANITE, **QUANTISED}}, "quantised by None"),
+        ("llava", QUANTISED, "quantised by None"),
     ],
 )
 def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name, changes, named):
@@ -280,9 +280,9 @@ def test_a_shard_may_be_a_link(target, monkeypatch):
     with monkeypatch.context() as patch:  # compared once
         patch.delattr("numpy.array_equal")
         Target.load(target)
-    name = "model.norm.weight"  # its size stays
-    edit_tensors(target, {name: load_file(shard)[name] + 1})
-    with pytest.raises(CorruptError, match=r"norm\.weight differs in model"):
+    data = (target / SINGLE).read_bytes()
+    (target / SINGLE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptError, match="differs in model"):
         Target.load(target)
     shard.unlink()
     shard.mkdir()
