@@ -60,6 +60,7 @@ def native() -> Native:
 
 
 def library() -> ctypes.CDLL:
+    """As `native`."""
     return native().lib
 
 

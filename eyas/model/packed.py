@@ -81,7 +81,7 @@ class PackedLinear:
         squeezed: bool,
         gated: bool = False,
     ) -> PackedLinear:
-        """squeezed: bfloat16 in 12 bits; gated: gate and up, joined."""
+        """squeezed: bfloat16 in 12 bits; gated: gate and up joined."""
         is_short = dtype == BFLOAT16 or all(map(fits_bfloat16, weights))
         stored = BFLOAT16 if is_short else FLOAT32
         parts = [np.ascontiguousarray(cast(weight, stored)) for weight in weights]

@@ -71,8 +71,8 @@ def _refuse_twin(root: Path) -> None:
     files = [root / name for name in (SINGLE, *sorted(names))]
     if SINGLE in names or not all(path.is_file() for path in files):
         return
-    states = [(at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns) for at in map(os.stat, files)]
-    seen = cache_folder("twins") / hashlib.sha256(repr(states).encode()).hexdigest()
+    now = [(at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns) for at in map(os.stat, files)]
+    seen = cache_folder("twins") / hashlib.sha256(repr(now).encode()).hexdigest()
     if seen.exists():
         return
     shards = sharded_arrays(root, INDEX, None)
