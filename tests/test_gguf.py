@@ -46,7 +46,7 @@ from eyas.operators.tensors import array_of
 from tests.architectures import save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.target import logits_of
-from tests.tiny import read_tensors, tiny_target
+from tests.tiny import LLAMA3, read_tensors, tiny_target
 
 Kind = gguf.GGMLQuantizationType
 LONG_TOKENS_BT = torch.tensor([[(7 * place) % 311 + 3 for place in range(40)]])
@@ -61,14 +61,7 @@ GEMMA_3_4B = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA_3 = LLAMA3 | {"rope_theta": 10000.0, "original_max_position_embeddings": 8192}
 # what files do not say: Gemma's queries are scaled by the width of a head, Qwen's experts sum to 1
 OTHERWISE: dict[str, dict[str, object]] = {
     "llama": {"rope_parameters": LLAMA_3},

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 
 from eyas.chat import Chat
 from eyas.cli.main import build
@@ -27,11 +27,12 @@ from eyas.model.arrangement import arranged
 from eyas.model.arrays import nonfinite
 from eyas.model.config import RopeConfig
 from eyas.model.target import Target
+from eyas.model.weights import INDEX, SINGLE
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.shape import target_shape
 from eyas.operators.tensors import array_of, read_head
 from eyas.operators.vocab import TargetVocabulary
-from tests.architectures import saved_architecture
+from tests.architectures import SHAPE, saved_architecture
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder
 
@@ -68,10 +69,13 @@ def test_a_config_that_is_none(target, name, data):
     assert_corrupt(target, name)
 
 
-def test_a_config_that_is_a_folder(target):
+def test_a_config_that_is_a_folder_and_one_beside_an_adapter(target):
     (target / "config.json").unlink()
     (target / "config.json").mkdir()
     assert_corrupt(target, r"config\.json is no file")
+    (target / "adapter_config.json").write_text("{}")
+    with pytest.raises(MismatchError, match="holds an adapter"):
+        Target.load(target)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -141,6 +145,11 @@ def test_shapes_that_no_decoder_has(target, changes, named):
         Target.load(target)
 
 
+SLIDING = {"sliding_window": 64, "layer_types": 8 * ["sliding_attention"]}
+GRANITE = {**SHAPE, "model_type": "granite"}
+QUANTISED = {"quantization_config": {"load_in_4bit": True}}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
@@ -159,6 +168,12 @@ def test_shapes_that_no_decoder_has(target, changes, named):
         ("granite", {"attention_multiplier": 0.0}, "attention_scale is 0"),
         ("gpt_oss", {"swiglu_alpha": 0.5}, "swiglu_limit"),
         ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "form than Gemma3"),
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "without rope_type"),
+        ("gemma3", {"rope_scaling": {"rope_type": "yarn", "truncate": False}}, "with truncate"),
+        ("gemma3", {"sliding_window": None}, "no sliding_window in use"),
+        ("smollm3", {**SLIDING, "use_sliding_window": False}, "no sliding_window in use"),
+        ("llava", {"text_config": {**GRANITE, "logits_scaling": 2.0}}, "in text_config"),
+        ("llava", QUANTISED, "quantised by None"),
     ],
 )
 def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name, changes, named):
@@ -175,7 +190,7 @@ def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name
         ({"tie_word_embeddings": True}, "weights hold another lm_head"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, which Llama ignores"),
         ({"head_dim": 512}, "heads of 512"),
-        ({"sliding_window": 64, "layer_types": 8 * ["sliding_attention"]}, "unlike Llama"),
+        (SLIDING, "unlike Llama"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "form than Llama"),
         ({"is_causal": False}, "later tokens"),
     ],
@@ -243,25 +258,31 @@ def test_what_a_heads_config_lacks_is_a_key(kept, tmp_path):
 
 def sharded(folder: Path, shard: str) -> Path:
     """All of a target's tensors promised in one shard, whose file lies beside the folder too."""
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    os.rename(folder / "model.safetensors", folder.parent / "out.safetensors")
+    tensors = load_file(folder / SINGLE)
+    os.rename(folder / SINGLE, folder.parent / "out.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, shard)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
     return folder
 
 
 def test_a_shard_may_be_a_link(target, monkeypatch):
     sharded(target, "model.safetensors")  # MLX writes so
-    os.rename(target.parent / "out.safetensors", target / "model.safetensors")
+    os.rename(target.parent / "out.safetensors", target / SINGLE)
     with monkeypatch.context() as patch:
         patch.delattr("numpy.array_equal")
-        assert Target.load(target).config.num_hidden_layers == 8
+        Target.load(target)
     sharded(target, "model-1.safetensors")
     shard = target / "model-1.safetensors"
     shard.symlink_to(target.parent / "out.safetensors")
-    assert Target.load(target).config.num_hidden_layers == 8
-    safetensors.torch.save_file({"model.norm.weight": ONE}, target / "model.safetensors")
-    with pytest.raises(CorruptError, match=r"norm\.weight differs in model"):
+    shutil.copy(shard, target / SINGLE)
+    monkeypatch.setattr("eyas.model.weights.cache_folder", lambda _: target.parent)
+    Target.load(target)
+    with monkeypatch.context() as patch:  # compared once
+        patch.delattr("numpy.array_equal")
+        Target.load(target)
+    data = (target / SINGLE).read_bytes()
+    (target / SINGLE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptError, match="differs in model"):
         Target.load(target)
     shard.unlink()
     shard.mkdir()
@@ -279,14 +300,13 @@ def test_an_index_names_files_of_its_folder_only(target, shard):
 
 def test_a_tensor_in_two_shards(target):
     sharded(target, "model-1.safetensors")
-    tensors = safetensors.torch.load_file(target.parent / "out.safetensors")
-    safetensors.torch.save_file(tensors, target / "model-1.safetensors")
+    tensors = load_file(target.parent / "out.safetensors")
+    save_file(tensors, target / "model-1.safetensors")
     norm = {"model.norm.weight": tensors["model.norm.weight"] + 1}
-    safetensors.torch.save_file({**norm, "more": norm["model.norm.weight"] * 2}, target / "two")
-    os.rename(target / "two", target / "model-2.safetensors")
-    index = json.loads((target / "model.safetensors.index.json").read_text())
+    save_file({**norm, "more": ONE}, target / "model-2.safetensors")
+    index = json.loads((target / INDEX).read_text())
     index["weight_map"]["more"] = "model-2.safetensors"
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    (target / INDEX).write_text(json.dumps(index))
     with pytest.raises(CorruptError, match=r"norm\.weight lies in model-2.*in another shard"):
         Target.load(target)
 
@@ -294,7 +314,7 @@ def test_a_tensor_in_two_shards(target):
 def test_a_header_that_promises_more_than_there_is(target):
     header = {"x": {"dtype": "F32", "shape": [1 << 40, 1 << 20], "data_offsets": [0, 1 << 62]}}
     data = json.dumps(header).encode()
-    (target / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    (target / SINGLE).write_bytes(len(data).to_bytes(8, "little") + data)
     with pytest.raises(CorruptError, match="cannot be read"):
         Target.load(target)
 
@@ -326,7 +346,7 @@ def test_one_value_among_many_is_found_wherever_it_stands(dtype, value):
 )
 def test_a_head_with_a_weight_that_is_no_number_is_refused(kept, tmp_path, name, value):
     folder = head_folder(kept, tmp_path / "head")
-    weights = safetensors.torch.load_file(folder / "model.safetensors")[name]
+    weights = load_file(folder / SINGLE)[name]
     weights.view(-1)[-1] = value
     edit_tensors(folder, {name: weights})
     said = rf"{name}: 1 of {weights.numel()} values are NaN or infinite"
@@ -356,8 +376,8 @@ ONE, QUERY = torch.ones(1), "model.layers.3.self_attn.q_proj."
 def test_what_transformers_would_fill_or_drop_is_refused(tmp_path, kept, edit, said, apart):
     """It warns, and computes with random weights, or without the scales."""
     folder = shutil.copytree(kept, tmp_path / "target")
-    tensors = edit(safetensors.torch.load_file(folder / "model.safetensors"))
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tensors = edit(load_file(folder / SINGLE))
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
     if apart:
         (folder / apart).write_text("{}")
     with pytest.raises(MismatchError, match=said) as raised:
@@ -381,13 +401,13 @@ def test_tensors_that_no_layer_computes_with_are_no_fault(tmp_path, kept):
 
 def test_a_quantised_target_goes_by_transformers_or_says_what_to_do(tmp_path):
     folder = tiny_target(tmp_path / "fp8", dtype="bfloat16", hidden_size=128, head_dim=32)
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / SINGLE)
     plain = HookedDecoder.load(folder, "bfloat16").states([[5, 6, 7]])
     for name in [name for name in tensors if "_proj" in name]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         blocks = [-(-size // 128) for size in tensors[name].shape]
         tensors[name.replace("weight", "weight_scale_inv")] = torch.ones(blocks)
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
     edit_config(
         folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
     )
@@ -407,7 +427,7 @@ def test_a_quantised_target_goes_by_transformers_or_says_what_to_do(tmp_path):
 def test_a_target_with_a_weight_that_is_no_number_is_refused(tmp_path, tied):
     folder = tiny_target(tmp_path / "target", tie_word_embeddings=tied)
     layer, embeddings = "model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight"
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / SINGLE)
     edit_tensors(folder, {layer: tensors[layer].index_fill(0, torch.tensor([5]), float("nan"))})
     said = f"{layer}: 32 of 2048 values are NaN or infinite"
     with pytest.raises(CorruptError, match=said):
@@ -421,7 +441,7 @@ def test_a_target_with_a_weight_that_is_no_number_is_refused(tmp_path, tied):
 
 def test_the_commands_say_it_and_end_with_2(kept, tmp_path, capsys):
     head = head_folder(kept, tmp_path / "head")
-    weights = safetensors.torch.load_file(head / "model.safetensors")["fc.weight"]
+    weights = load_file(head / SINGLE)["fc.weight"]
     edit_tensors(head, {"fc.weight": weights * float("inf")})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "messages": [{"role": "user", "content": "Hello there"}]}\n')

@@ -131,8 +131,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 2,
         "rope_parameters": {
-            "full_attention": {"factor": 8.0, "rope_theta": 5e5, "rope_type": "yarn"},
-            "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+            "full_attention": {"factor": 8.0, "rope_theta": 9e4, "rope_type": "yarn"},
+            "sliding_attention": {"rope_type": "default"},  # of OLMo 3's base
         },
     },
     "SmolLM3-3B": {
@@ -178,23 +178,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn",
         },
     },
-    "Qwen2 with a window that is not used": {
-        "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64,
-        "max_position_embeddings": 512, "max_window_layers": 2,
-    },
-    "Llama with linear scaling": {
-        "model_type": "llama", "max_position_embeddings": 512,
-        "rope_scaling": {"factor": 4.0, "type": "linear"},
-    },
-    "OLMo 3 by default": {
+    "OLMo 3 with another base": {  # of full attention alone
         "model_type": "olmo3", "max_position_embeddings": 512, "sliding_window": 64,
-        "sliding_window_pattern": 3,  # unread
+        "rope_theta": 1e4, "sliding_window_pattern": 3,  # unread
     },
     "Llama with keys of others": {
         "model_type": "llama", "attention_multiplier": 0.3, "attn_logit_softcapping": 4.0,
         "embedding_multiplier": 3.0, "final_logit_softcapping": 3.0, "logits_scaling": 3.0,
         "max_position_embeddings": 512, "no_rope_layers": 8 * [0], "query_pre_attn_scalar": 9,
         "position_embedding_type": "nope", "residual_multiplier": 0.3,
+        "rope_scaling": {"attention_factor": 1.5, "factor": 4.0, "type": "linear"},
     },
     "Llama, rotary embedding in both forms": {
         "model_type": "llama", "max_position_embeddings": 512, "rope_theta": 5e5,
@@ -211,13 +204,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "mistral", "max_position_embeddings": 512, "sliding_window": 64,
         "head_dim": 16, "layer_types": ["full_attention", *3 * ["sliding_attention"]] * 2,
     },
-    "YaRN without the context that it begins from": {
-        "model_type": "llama", "max_position_embeddings": 512,
-        "rope_scaling": {"factor": 4.0, "type": "yarn"},
-    },
-    "YaRN with that of the config": {
+    "YaRN with the context of the config, and a window that is not used": {
         "model_type": "qwen3", "max_position_embeddings": 512, "head_dim": 16,
         "original_max_position_embeddings": 64,
+        "max_window_layers": 2, "sliding_window": 64, "use_sliding_window": False,
         "rope_scaling": {"factor": None, "rope_type": "yarn"},
     },
     "Llama 3's scaling without it": {

@@ -7,37 +7,27 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from eyas.model.config import RopeConfig
 from eyas.model.rope import rope_table
 from eyas.operators.head import apply_rope, rotation
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
+from tests.tiny import LLAMA3
 
 
 @pytest.mark.parametrize(
-    "rope",
+    "stated",
     [
-        RopeConfig(theta=10000.0),
-        RopeConfig(theta=1e6, kind="linear", factor=4.0),
-        RopeConfig(theta=500000.0, kind="llama3", **LLAMA3),
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+        LLAMA3 | {"original_max_position_embeddings": 512},
     ],
-    ids=lambda rope: rope.kind,
+    ids=lambda stated: stated["rope_type"],
 )
 @pytest.mark.parametrize("head_dim", [6, 64, 128])
-def test_table_and_rotation_equal_transformers(rope, head_dim):
-    parameters = {"rope_theta": rope.theta, "rope_type": rope.kind}
-    if rope.kind != "default":
-        parameters |= {
-            key: getattr(rope, key) for key in (LLAMA3 if rope.kind == "llama3" else ("factor",))
-        }
+def test_table_and_rotation_equal_transformers(stated, head_dim):
+    rope = RopeConfig.of_target(stated)
     config = LlamaConfig(
         hidden_size=2 * head_dim,
         num_attention_heads=2,
         head_dim=head_dim,
         max_position_embeddings=4096,
-        rope_parameters=parameters,
+        rope_parameters=stated,
     )
     length = 3000
     q = torch.randn(1, 2, length, head_dim, generator=torch.Generator().manual_seed(0))

@@ -58,7 +58,7 @@ from eyas.model.config import (
 
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval --features and "
-    "export take it through transformers, and check says which servers take the head"
+    "export take it through transformers"
 )
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
 MOST_PARTS = 4096  # layers, or experts of one: more may not fit in memory
@@ -202,17 +202,16 @@ class TargetConfig(TargetShape):
         CorruptError, and MismatchError for a model we do not run.
         """
         whole = read_config(folder)
-        _refuse_quantised(folder, whole)
         config = text_config(whole)
-        family = config.get("model_type")
-        if not isinstance(family, str) or family not in FAMILIES:
+        family = str(config.get("model_type"))
+        if family not in FAMILIES:
             raise MismatchError(
                 f"{folder} is a {family!r} model; eyas' own engine runs "
                 f"{', '.join(one.name for one in FAMILIES.values())}",
                 ELSEWHERE,
             )
         try:
-            return cls(
+            read = cls(
                 family=family,
                 whole=whole.get("model_type"),
                 eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
@@ -220,6 +219,9 @@ class TargetConfig(TargetShape):
                 in_blocks=is_of_file(Path(folder)) and are_multiplied(whole[SOURCE]["types"]),
                 **description(config, FAMILIES[family]),
             )
+            if whole.get("text_config") and (read.logit_scale, read.logit_softcap) != (1, None):
+                raise Unsupported("has logits_scaling or final_logit_softcapping in text_config")
+            return read
         except Unsupported as error:
             raise MismatchError(f"{folder} {error}", ELSEWHERE) from error
         except KeyError as error:
@@ -238,17 +240,6 @@ def dtype_of(config: Mapping[str, Any]) -> Any:
     stated = given(config, "dtype", config.get("torch_dtype"))
     name = stated.removeprefix("torch.") if isinstance(stated, str) else stated
     return "float32" if name in (None, "", "auto") else name
-
-
-def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
-    stated = config.get("quantization_config")
-    method = stated.get("quant_method") if isinstance(stated, dict) else None
-    if method not in (None, "mxfp4"):
-        raise MismatchError(
-            f"{folder} is quantised by {method!r}; eyas' own engine runs GGUF files, gpt-oss' "
-            "MXFP4 and weights that are not quantised",
-            ELSEWHERE,
-        )
 
 
 class Unsupported(Exception):
@@ -287,8 +278,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     merged = dict(config)
     if isinstance(text, dict):
-        outside = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-        merged = text | {key: config[key] for key in outside if config.get(key) is not None}
+        outer = "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"
+        merged = text | {key: config[key] for key in outer if config.get(key) is not None}
     if (family := FAMILIES.get(str(merged.get("model_type")))) is None:
         return merged
     ignored = OF_SOME - family.defaults.keys()
@@ -318,6 +309,12 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """A family's config as TargetConfig's fields. Raises KeyError, ValueError, Unsupported."""
+    quantised = config.get("quantization_config")
+    if quantised and (method := quantised.get("quant_method")) != "mxfp4":
+        raise Unsupported(
+            f"is quantised by {method!r}; eyas' own engine runs GGUF files, gpt-oss' MXFP4 and "
+            "weights that are not quantised"
+        )
     for name in NUMBERS:
         if config.get(name) is not None:
             whole_number(config, name)
@@ -393,10 +390,6 @@ def layer_kinds(
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     if family.has_window_switch and not config.get("use_sliding_window", False):
         window = None
-    size = config.get("attention_chunk_size")
-    window, chunk = (None if one is not None and one >= length else one for one in (window, size))
-    if window is not None and window < LEAST_WINDOW:
-        raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
     interval = "no_rope_layer_interval"
     turned = config.get("no_rope_layers") or [
         (layer + 1) % whole_number(config, interval) if interval in config else 1
@@ -404,15 +397,21 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
-    # a Mistral with layer_types: Ministral
+    # a Mistral with them: Ministral
     has_types = family.window_period != ALL_SLIDING or family.name == "Mistral"
-    stated = config.get("layer_types") if has_types else None
-    stated = stated or _stated_types(config, family, turned)
+    own = config.get("layer_types") if has_types else None
+    stated = own or _stated_types(config, family, turned)
     if len(stated) != count:
         raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
+    if window is None and SLIDES in (stated if own or family.window_period else ()):
+        raise Unsupported("has layer_types that slide, and no sliding_window in use")
+    size = config.get("attention_chunk_size")
+    window, chunk = (None if one is not None and one >= length else one for one in (window, size))
+    if window is not None and window < LEAST_WINDOW:
+        raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
     if family.only_windows_turn and config.get("sliding_window") is not None:
         turned = [kind == SLIDES for kind in stated]
-    slides = window is None or family.has_window_switch or family.window_period is not None
+    slides = family.has_window_switch or family.window_period is not None
     known = {FULL, "attention", "conv", *[IN_CHUNKS] * (size is not None), *[SLIDES] * slides}
     kinds = []
     for layer, kind in enumerate(stated):
@@ -455,9 +454,14 @@ def rotations_of(
     """Rotary embeddings, full attention's first, and the channels turned. Raises Unsupported."""
     stated = _stated_rope(config, family)
     by_kind = {key: value for key, value in stated.items() if isinstance(value, dict)}
-    if config.get("rope_parameters") and bool(by_kind) != family.local_rope:
+    if stated and bool(by_kind) != family.local_rope:
         raise Unsupported(f"has rope_parameters of another form than {family.name}'s")
-    full = by_kind.get(FULL, {}) | (config.get("rope_scaling") or {}) if by_kind else dict(stated)
+    full = dict(stated)
+    if family.local_rope:
+        scaling = config.get("rope_scaling") or {}
+        full = by_kind.get(FULL, {}) | scaling
+        if "truncate" in full or (scaling and "rope_type" not in scaling):
+            raise Unsupported("has rope_scaling with truncate or without rope_type")
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"
@@ -474,9 +478,8 @@ def rotations_of(
             raise Unsupported("norms heads behind a rotary embedding that changes their length")
         if not family.local_rope:
             return (first,), dims
-        local = by_kind.get(SLIDES) or {
-            "rope_theta": config.get("rope_local_base_freq", full["rope_theta"])
-        }
+        theta = config.get("rope_local_base_freq", family.defaults["rope_theta"])
+        local = {"rope_theta": theta, **(by_kind.get(SLIDES) or {})}
         return (first, RopeConfig.of_target(with_context(local, config))), dims
     except MismatchError as error:
         raise Unsupported(f"has a {error.what}") from error
@@ -484,8 +487,10 @@ def rotations_of(
 
 def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     usual, named = family.defaults.get("rope_scaling"), config.get("rope_parameters")
-    stated = config.get("rope_scaling")  # preferred to named
-    return dict((named if family.local_rope or stated == usual else None) or stated or named or {})
+    scaling = config.get("rope_scaling") or usual
+    if family.local_rope or (scaling == usual and named is not None):
+        return dict(named or {})
+    return dict(scaling or {})
 
 
 def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> QueryScale | None:

@@ -43,11 +43,11 @@ def fits_bfloat16(array: Array) -> bool:
 
 def nonfinite(arrays: Arrays) -> list[str]:
     """A line for every array that holds a NaN or an infinity."""
-    found = []
-    for name, array in arrays.items():
-        if bad := _count_nonfinite(array):
-            found.append(f"{name}: {bad} of {array.size} values are NaN or infinite")
-    return found
+    return [
+        f"{name}: {bad} of {array.size} values are NaN or infinite"
+        for name, array in arrays.items()
+        if (bad := _count_nonfinite(array))
+    ]
 
 
 def refuse_nonfinite(what: str | Path, arrays: Arrays) -> None:

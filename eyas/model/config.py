@@ -35,8 +35,7 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 class RopeConfig(BaseModel):
     """Rotary embedding: base and, for long contexts, how its frequencies are scaled.
 
-    yarn: arXiv 2309.00071; cosines and sines are multiplied by attention_factor. longrope (arXiv
-    2402.13753): each frequency is divided by its entry of factors. Heads have neither.
+    Heads have no yarn, which multiplies cosines and sines by attention_factor, and no longrope.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -59,10 +58,7 @@ class RopeConfig(BaseModel):
         rope = config.get("rope_parameters") or {}
         scaling = rope or config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
-        if kind not in HEAD_ROPES:
-            raise MismatchError(
-                f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3"
-            )
+        _refuse_kind(kind, HEAD_ROPES)
         theta = given(rope, "rope_theta", given(config, "rope_theta", 10000.0))
         return cls.of_target(with_context({**scaling, "rope_theta": theta}, config))
 
@@ -72,14 +68,12 @@ class RopeConfig(BaseModel):
         that our decoder does not compute, CorruptError.
         """
         kind = stated.get("rope_type", stated.get("type")) or "default"
-        if kind not in (*HEAD_ROPES, "yarn", "longrope"):
-            raise MismatchError(
-                f"rope scaling {kind!r} is not supported",
-                "supported: default, linear, llama3, yarn, longrope",
-            )
+        _refuse_kind(kind, (*HEAD_ROPES, "yarn", "longrope"))
         kept = {key: stated[key] for key in cls.model_fields if stated.get(key) is not None}
         kept |= {"theta": given(stated, "rope_theta", 10000.0), "kind": kind}
-        if kind in ("yarn", "longrope") and "attention_factor" not in kept:
+        if kind in HEAD_ROPES:
+            kept.pop("attention_factor", None)  # unread
+        elif "attention_factor" not in kept:
             kept["attention_factor"] = attention_factor(kind, stated)
         if kind == "longrope":
             kept["factors"] = stated.get("short_factor")
@@ -101,6 +95,12 @@ class RopeConfig(BaseModel):
 
 
 HEAD_ROPES = ("default", "linear", "llama3")
+
+
+def _refuse_kind(kind: object, known: Sequence[str]) -> None:
+    if kind not in known:
+        what = f"rope scaling {kind!r} is not supported"
+        raise MismatchError(what, f"supported: {', '.join(known)}")
 
 
 def with_context(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,16 +337,17 @@ class HeadConfig(DecoderConfig):
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
     """A folder's config as a dict; a byte order mark is no fault. Raises MissingInputError,
-    CorruptError.
+    CorruptError, MismatchError.
     """
     path = Path(folder) / name
+    if path.with_name("adapter_config.json").exists():
+        what = f"{folder} holds an adapter (adapter_config.json)"
+        raise MismatchError(what, "merge it into its model, or move it")
+    hint = "give a folder in Hugging Face's form (config.json, *.safetensors)"
     if not path.exists():
-        raise MissingInputError(
-            f"{folder} has no {name}",
-            "give a folder in Hugging Face's form (config.json, *.safetensors)",
-        )
+        raise MissingInputError(f"{folder} has no {name}", hint)
     if not path.is_file():
-        raise CorruptError(f"{path} is no file", "give a folder in Hugging Face's form")
+        raise CorruptError(f"{path} is no file", hint)
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -362,8 +363,7 @@ EAGLE_ROPE = RopeConfig()
 
 def check_head(config: HeadConfig, target: TargetShape, target_lm_head_sha256: str) -> None:
     """Raise one MismatchError that names all of `match_faults`, if there are any."""
-    faults = match_faults(config, target, target_lm_head_sha256)
-    refuse("the head does not fit this target", faults)
+    refuse("the head does not fit this target", match_faults(config, target, target_lm_head_sha256))
 
 
 def refuse(what: object, faults: Sequence[MismatchError]) -> None:

@@ -60,7 +60,7 @@ def native() -> Native:
 
 
 def library() -> ctypes.CDLL:
-    """Only where `unavailable()` is None."""
+    """As `native`."""
     return native().lib
 
 
@@ -83,9 +83,8 @@ def runnable() -> list[Variant]:
     if chosen in found:
         return [chosen]
     names = ", ".join(one.name for one in found) or "none"
-    why = "there is no such variant"
-    if chosen is not None:
-        why = f"the processor has no {chosen.lacking(features)}"
+    lacking = chosen and f"the processor has no {chosen.lacking(features)}"
+    why = lacking or "there is no such variant"
     raise ConfigError(f"{CHOICE}={asked}: {why}", f"take one that runs here: {names}, or unset it")
 
 

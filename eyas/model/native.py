@@ -14,7 +14,7 @@ import ctypes
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -45,13 +45,6 @@ FIRST_POSITIONS = 4096  # the rotation's table grows with what is asked for
 MOST_POSITIONS = 1 << 24  # beyond lies no position of a request
 ROWS_AT_ONCE = 4096  # rows of one forward of `hidden`
 ROW_COLUMNS = ("token", "request", "position", "slot", "prefix_len", "seen")
-DecoderParts, Shape, Factors, Layer, Outer, Positions = (
-    STRUCTS[name] for name in ("DecoderParts", "Shape", "Factors", "Layer", "Outer", "Positions")
-)
-RowsView, Tapped, ForwardCall = (STRUCTS[name] for name in ("RowsView", "Tapped", "ForwardCall"))
-Lines, Chosen, DrawsOf, VerifyCall = (
-    STRUCTS[name] for name in ("Lines", "Chosen", "Draws", "VerifyCall")
-)
 WRONG = {
     1: "a token is not in the vocabulary",
     3: "a slot, page or prefix is not there",
@@ -77,7 +70,6 @@ def target_role(config: TargetConfig, dtype: np.dtype[Any]) -> DecoderRole:
     experts = config.experts
     shape = {
         "vocab": config.vocab_size,
-        "slot_width": config.slot_width,
         "rotary_dims": config.turned_dims,
         "wide_head_norms": config.qk_norm == "width",
         "activation": get_args(Activation).index(config.activation),
@@ -125,37 +117,35 @@ class NativeDecoder:
             for name, part in outer.items()
         }
         self._embed, embed_kind = rows_of_embeddings(embed_tokens)
-        D, Hk = config.head_dim, config.num_key_value_heads
+        D = config.head_dim
         shape = {
             "layers": config.num_hidden_layers,
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
             "Hq": config.num_attention_heads,
-            "Hk": Hk,
+            "Hk": config.num_key_value_heads,
             "D": D,
             "embed_rows": len(self._embed),
             "embed_kind": embed_kind,
             "threads": num_threads(),
-            "slot_width": 2 * Hk * D,
+            "slot_width": config.slot_width,
             "rotary_dims": D,
         }
         factors = {
             "eps": config.rms_norm_eps,
             "score": 1.0 / math.sqrt(D),
-            "embed": 1.0,
-            "residual": 1.0,
-            "logit": 1.0,
+            **dict.fromkeys(("embed", "residual", "logit"), 1.0),
         }
         handles = {
             name: part.handle if isinstance(part, PackedLinear) else address(part)
             for name, part in self._outer.items()
         }
         norms = tuple(handles.pop(f"feature_norm_{i}", None) for i in range(3))
-        layer_parts = (Layer * len(layers))(*(layer.parts for layer in layers))
-        parts = DecoderParts(
-            shape=Shape(**{**shape, **role.shape}),
-            factors=Factors(**{**factors, **role.factors}),
-            outer=Outer(**handles, feature_norms=norms, embed=address(self._embed)),
+        layer_parts = (STRUCTS["Layer"] * len(layers))(*(layer.parts for layer in layers))
+        parts = STRUCTS["DecoderParts"](
+            shape=STRUCTS["Shape"](**{**shape, **role.shape}),
+            factors=STRUCTS["Factors"](**{**factors, **role.factors}),
+            outer=STRUCTS["Outer"](**handles, feature_norms=norms, embed=address(self._embed)),
             layers=ctypes.addressof(layer_parts),
             target_ids=address(target_ids_W),
             is_bf16=dtype == BFLOAT16,
@@ -179,7 +169,7 @@ class NativeDecoder:
         query_scales = None if scale is None else scale.of(np.arange(length))
         self._positions, self._num_positions = (tables, query_scales), length  # kept alive
         listed = (ctypes.c_void_p * len(tables))(*map(address, tables))
-        to = Positions(
+        to = STRUCTS["Positions"](
             tables=ctypes.addressof(listed),
             query_scales=address(query_scales),
             ropes=len(self._role.ropes),
@@ -197,7 +187,7 @@ class NativeDecoder:
             assert column.flags.c_contiguous
         assert rows.page_table.dtype == np.int32
         assert rows.page_table.flags.c_contiguous
-        return RowsView(
+        return STRUCTS["RowsView"](
             *map(address, columns),
             page_table=address(rows.page_table),
             B=B,
@@ -207,6 +197,20 @@ class NativeDecoder:
             num_slots=cache.data.shape[1],
             M=len(rows.token),
         )
+
+    def _call(
+        self,
+        function: Callable[..., int],
+        struct: str,
+        rows: Rows,
+        cache: PagedCache,
+        arrays: Mapping[str, Array | None],
+        **more: Any,
+    ) -> None:
+        more |= {name: address(array) for name, array in arrays.items()}
+        call = STRUCTS[struct](rows=self._view(rows, cache), cache=address(cache.data), **more)
+        while (status := function(self._handle, call)) != 0:
+            self._lengthen(status, int(rows.position.max()))
 
     def _lengthen(self, status: int, last_position: int) -> None:
         """For a call that failed for its positions. Raises IndexError, EyasError for others."""
@@ -270,29 +274,20 @@ class NativeTarget(NativeDecoder):
         rows whose logits are wanted, None for all. features: a cache that the features are written
         to, at the rows' slots; without it they are in the output.
         """
-        M, V, width = len(rows.token), self.config.vocab_size, 3 * self.config.hidden_size
+        M, width = len(rows.token), 3 * self.config.hidden_size
         R = M if logits_of is None else len(logits_of)
-        if self._logits.size < R * V:
-            self._logits = np.empty(R * V, FLOAT32)
-        logits, best = self._logits[: R * V].reshape(R, V), np.empty(R, np.int64)
-        aux_hidden, taps_3 = None, _three(taps)
+        logits, best = self._room(R), np.empty(R, np.int64)
+        aux_hidden = None
         if taps is not None and features is None:
             if self._aux.size < M * width:
                 self._aux = np.empty(M * width, self.dtype)
             aux_hidden = self._aux[: M * width].reshape(M, width)
         aux = aux_hidden if features is None else features.data
         assert features is None or features.data.shape == (cache.data.shape[1], width)
-        call = ForwardCall(
-            rows=self._view(rows, cache),
-            cache=address(cache.data),
-            tapped=Tapped(address(taps_3), address(aux), features is not None),
-            logits_of=address(logits_of),
-            R=R,
-            logits=address(logits),
-            best=address(best),
-        )
-        while (status := self._lib.eyas_forward(self._handle, call)) != 0:
-            self._lengthen(status, int(rows.position.max()))
+        tapped = STRUCTS["Tapped"](address(_three(taps)), address(aux), features is not None)
+        arrays = {"logits_of": logits_of, "logits": logits, "best": best}
+        more = {"tapped": tapped, "R": R}
+        self._call(self._lib.eyas_forward, "ForwardCall", rows, cache, arrays, **more)
         return TargetOutput(aux_hidden, logits, best)
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
@@ -300,20 +295,21 @@ class NativeTarget(NativeDecoder):
         numbers that `forward` computes, bit for bit. ROWS_AT_ONCE at a time. Raises IndexError.
         """
         M, H = len(rows.token), self.config.hidden_size
-        taps_3 = _three(taps)
         last_hidden, aux_hidden = np.empty((M, H), self.dtype), np.empty((M, 3 * H), self.dtype)
         for first in range(0, M, ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
             some = replace(rows, **{name: getattr(rows, name)[part] for name in ROW_COLUMNS})
-            call = ForwardCall(
-                rows=self._view(some, cache),
-                cache=address(cache.data),
-                tapped=Tapped(address(taps_3), address(aux_hidden[part]), by_slot=False),
-                last_hidden=address(last_hidden[part]),
-            )
-            while (status := self._lib.eyas_forward(self._handle, call)) != 0:
-                self._lengthen(status, int(rows.position.max()))
+            tapped = STRUCTS["Tapped"](address(_three(taps)), address(aux_hidden[part]))
+            arrays = {"last_hidden": last_hidden[part]}
+            self._call(self._lib.eyas_forward, "ForwardCall", some, cache, arrays, tapped=tapped)
         return last_hidden, aux_hidden
+
+    def _room(self, rows: int) -> Array:
+        """For logits [rows, V]."""
+        V = self.config.vocab_size
+        if self._logits.size < rows * V:
+            self._logits = np.empty(rows * V, FLOAT32)
+        return self._logits[: rows * V].reshape(rows, V)
 
     def verify(
         self,
@@ -328,8 +324,7 @@ class NativeTarget(NativeDecoder):
         then the bonus token.
 
         Their columns stand in order behind the request's, features too. draws: how each request
-        draws; None takes the best logits. One that draws by_caller gets no tokens but the logits of
-        its nodes, and its columns stay. Raises IndexError, and EyasError for logits that are no
+        draws; None takes the best logits. Raises IndexError, and EyasError for logits that are no
         numbers.
         """
         assert cache.data.dtype == self.dtype
@@ -347,9 +342,7 @@ class NativeTarget(NativeDecoder):
             for b, draw in enumerate(draws)
             if draw is not None and draw.by_caller
         }
-        room, V = sum(num_nodes.values()), self.config.vocab_size
-        if self._logits.size < room * V:
-            self._logits = np.empty(room * V, FLOAT32)
+        logits_NV = self._room(sum(num_nodes.values()))
         lens = np.array(roots.lens, dtype=np.int64)
         page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         trees: tuple[np.ndarray, ...] = (
@@ -362,8 +355,8 @@ class NativeTarget(NativeDecoder):
         emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
         taps_3, states = _three(taps), draw_states(draws, B)
         aux = None if features is None else features.data
-        call = VerifyCall(
-            lines=Lines(
+        call = STRUCTS["VerifyCall"](
+            lines=STRUCTS["Lines"](
                 B=B,
                 P=P,
                 page_size=cache.page_size,
@@ -371,10 +364,10 @@ class NativeTarget(NativeDecoder):
                 page_table=address(page_table),
                 lens=address(lens),
             ),
-            chosen=Chosen(*map(address, trees), C=C),
+            chosen=STRUCTS["Chosen"](*map(address, trees), C=C),
             cache=address(cache.data),
-            tapped=Tapped(address(taps_3), address(aux), by_slot=True),
-            draws=DrawsOf(ctypes.addressof(states), address(self._logits), room),
+            tapped=STRUCTS["Tapped"](address(taps_3), address(aux), by_slot=True),
+            draws=STRUCTS["Draws"](ctypes.addressof(states), address(logits_NV), len(logits_NV)),
             places=places,
             emitted=address(emitted),
             counts=address(counts),
@@ -384,15 +377,14 @@ class NativeTarget(NativeDecoder):
         rows, logits = zip(emitted.tolist(), counts.tolist(), strict=True), {}
         if num_nodes:
             ends = np.cumsum([*num_nodes.values()])[:-1]
-            parts = np.split(self._logits[: room * V].reshape(room, V), ends)
-            logits = dict(zip(num_nodes, parts, strict=True))
+            logits = dict(zip(num_nodes, np.split(logits_NV, ends), strict=True))
         return Verified([row[:count] for row, count in rows], logits)
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
     """Each request's tokens, the bonus token last. logits [N, V]: of the nodes of each request b
-    whose caller walks; its tokens are empty.
+    whose caller walks; its tokens are empty, its columns stay.
     """
 
     tokens: list[list[int]]

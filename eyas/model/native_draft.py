@@ -49,8 +49,6 @@ from eyas.model.structs import STRUCTS
 
 MAX_TOPK = 16
 LARGE_FROM = 1 << 24  # weights: fewer stay in the caches
-StatesCall, ProposalsCall = STRUCTS["StatesCall"], STRUCTS["ProposalsCall"]
-GrowthCall = STRUCTS["Growth"]
 
 
 class NativeDraft(NativeDecoder):
@@ -156,7 +154,7 @@ class NativeDraft(NativeDecoder):
         h, R = np.ascontiguousarray(h, FLOAT32), len(h)
         ids, log_probs = np.empty((R, tree_topk), np.int64), np.empty((R, tree_topk), FLOAT32)
         states = draw_states(draws, R)
-        call = ProposalsCall(
+        call = STRUCTS["ProposalsCall"](
             h=address(h),
             draws=ctypes.addressof(states),
             place=place,
@@ -189,9 +187,11 @@ class NativeDraft(NativeDecoder):
         B = len(roots.lens)
         assert h_BH.shape == (B, self.config.hidden_size)
         assert first[0].shape == first[1].shape == (B, growth[1])
-        h_BH, first_log_probs = (np.ascontiguousarray(one, FLOAT32) for one in (h_BH, first[1]))
-        first_ids = np.ascontiguousarray(first[0])
-        inputs = {"first_ids": first_ids, "first_log_probs": first_log_probs, "h": h_BH}
+        inputs = {
+            "first_ids": np.ascontiguousarray(first[0]),
+            "first_log_probs": np.ascontiguousarray(first[1], FLOAT32),
+            "h": np.ascontiguousarray(h_BH, FLOAT32),
+        }
         return self._grown(self._lib.eyas_propose, roots, cache, growth, thresholds, draws, inputs)
 
     def grow(
@@ -235,7 +235,7 @@ class NativeDraft(NativeDecoder):
         scores, lens = np.empty((B, C), FLOAT32), np.array(roots.lens, dtype=np.int64)
         page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         states, least = draw_states(draws, B), (ctypes.c_double * K)(*thresholds)
-        call = GrowthCall(
+        call = STRUCTS["Growth"](
             B,
             *growth,
             P=page_table.shape[1],
@@ -265,14 +265,8 @@ class NativeDraft(NativeDecoder):
         has_outputs: bool = True,
     ) -> Array:
         h = np.empty((has_outputs * len(rows), self.config.hidden_size), FLOAT32)
-        call = StatesCall(
-            rows=self._view(rows, cache),
-            cache=address(cache.data),
-            inputs=address(inputs),
-            h=address(h) if has_outputs else None,
-        )
-        while (status := function(self._handle, call)) != 0:
-            self._lengthen(status, int(rows.position.max()))
+        arrays = {"inputs": inputs, "h": h if has_outputs else None}
+        self._call(function, "StatesCall", rows, cache, arrays)
         return h
 
 

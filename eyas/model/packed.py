@@ -24,7 +24,6 @@ from eyas.model.structs import STRUCTS
 from eyas.model.threads import num_threads
 from eyas.model.weights import LazyArrays
 
-Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
 # how weights are packed: float32, bfloat16, bfloat16 in 12 bits, half precision
 FULL, SHORT, SQUEEZED, HALF = 0, 1, 2, 3
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
@@ -82,9 +81,7 @@ class PackedLinear:
         squeezed: bool,
         gated: bool = False,
     ) -> PackedLinear:
-        """squeezed: bfloat16 in 12 bits; gated: gate and up, whose outputs are
-        joined.
-        """
+        """squeezed: bfloat16 in 12 bits; gated: gate and up joined."""
         is_short = dtype == BFLOAT16 or all(map(fits_bfloat16, weights))
         stored = BFLOAT16 if is_short else FLOAT32
         parts = [np.ascontiguousarray(cast(weight, stored)) for weight in weights]
@@ -138,9 +135,10 @@ class PackedLinear:
         gated: bool = False,
     ) -> PackedLinear:
         bias = np.concatenate([cast(part, FLOAT32) for part in biases]) if biases else None
-        found = map(Part, map(address, parts), map(len, parts), kinds)
-        weights = Weights(
-            parts=ctypes.addressof(listed := (Part * len(parts))(*found)),
+        part = STRUCTS["Part"]
+        listed = (part * len(parts))(*map(part, map(address, parts), map(len, parts), kinds))
+        weights = STRUCTS["Weights"](
+            parts=ctypes.addressof(listed),
             count=len(listed),
             K=K,
             gated=gated,
@@ -254,7 +252,7 @@ class PackedLayer:
         self.linears = [*linears.values(), *experts]
         self._experts = (ctypes.c_void_p * len(experts))(*(one.handle for one in experts))
         self._vectors = vectors  # kept alive
-        self.parts = Layer(
+        self.parts = STRUCTS["Layer"](
             **{name: linear.handle for name, linear in linears.items()},
             **{name: address(tensor) for name, tensor in vectors.items()},
             experts=ctypes.addressof(self._experts) if experts else None,

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from eyas.errors import CorruptError
-from eyas.model.arrays import BFLOAT16, Array
+from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array
 
 CONVERT = "nothing else is read from a pickle: convert it to safetensors where you trust it"
 STORAGES: dict[str, np.dtype[Any]] = {
-    "FloatStorage": np.dtype(np.float32),
+    "FloatStorage": FLOAT32,
     "DoubleStorage": np.dtype(np.float64),
-    "HalfStorage": np.dtype(np.float16),
+    "HalfStorage": FLOAT16,
     "BFloat16Storage": BFLOAT16,
     "LongStorage": np.dtype(np.int64),
     "IntStorage": np.dtype(np.int32),

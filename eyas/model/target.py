@@ -1,7 +1,5 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
-The native library computes a forward in one call; tests/oracle has the plain version.
-
 Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
 vocabulary.
 """
@@ -81,8 +79,7 @@ class Target(NativeTarget):
         self.config, self.precision = config, resolve_dtype(dtype, config)
         self.dtype = DTYPES[self.precision]
         self._weights = TargetWeights(config, tensors, self.dtype, blocks or {})
-        is_packed = self.precision == "packed"
-        self.blocks = self._weights.products if is_packed else {}
+        self.blocks = self._weights.products if self.precision == "packed" else {}
         self.lm_head_sha256 = lm_head_sha256 or self._weights.lm_head_sha256()
         self._lay_out()
 

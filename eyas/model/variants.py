@@ -46,9 +46,9 @@ class Variant:
 
 def _x86(name: str, flags: str, features: str, base: Variant | None = None) -> Variant:
     own, needed = tuple(flags.split()), frozenset(features.split())
-    if base is None:
-        return Variant(name, "x86_64", own, needed)
-    return Variant(name, "x86_64", base.flags + own, base.features | needed)
+    if base is not None:
+        own, needed = base.flags + own, base.features | needed
+    return Variant(name, "x86_64", own, needed)
 
 
 _AVX512 = _x86(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from eyas.artifact import cache_folder
 from eyas.errors import CorruptError, MissingInputError, refuse_pointer
 from eyas.gguf.blocks import BlockMatrix
 from eyas.gguf.checkpoint import dequantised_tensors, file_shapes, lies_in_file, published_files
@@ -56,16 +57,30 @@ def read_arrays(
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
             found = sharded_arrays(root, index, wanted)
-            listed = json.loads((root / index).read_bytes())["weight_map"].values()
-            if not pickled and single not in listed and (root / single).exists():
-                for name, twin in file_arrays(root / single, wanted).items():
-                    if name not in found or not np.array_equal(twin, found[name]):
-                        what = f"{root}: {name} differs in {single} and {index}"
-                        raise CorruptError(f"{what}: loaders take either", "delete one")
+            if not pickled:
+                _refuse_twin(root)
             return found
         if (root / single).exists():
             return file_arrays(root / single, wanted)
     raise _without_weights(root)
+
+
+def _refuse_twin(root: Path) -> None:
+    """Raise CorruptError where one file beside the shards holds other weights: compared once."""
+    names = {*json.loads((root / INDEX).read_bytes())["weight_map"].values()}
+    files = [root / name for name in (SINGLE, *sorted(names))]
+    if SINGLE in names or not all(path.is_file() for path in files):
+        return
+    now = [(at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns) for at in map(os.stat, files)]
+    seen = cache_folder("twins") / hashlib.sha256(repr(now).encode()).hexdigest()
+    if seen.exists():
+        return
+    shards = sharded_arrays(root, INDEX, None)
+    for name, twin in file_arrays(files[0], None).items():
+        if name not in shards or not np.array_equal(twin, shards[name]):
+            what = f"{root}: {name} differs in {SINGLE} and {INDEX}"
+            raise CorruptError(f"{what}: loaders take either", "delete one")
+    keep(seen, "")
 
 
 def rounded(values: NDArray[np.float32], dtype: str) -> Array:
@@ -116,10 +131,8 @@ def with_matrices(
 def sharded_arrays(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, Array]:
     """Tensors by an index: all that it lists, each in one shard of the folder itself."""
     try:
-        shard_of = {
-            str(key): str(shard)
-            for key, shard in json.loads((root / index).read_bytes())["weight_map"].items()
-        }
+        listed = json.loads((root / index).read_bytes())["weight_map"]
+        shard_of = {str(key): str(shard) for key, shard in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
     promised = {key for key in shard_of if wanted is None or key in wanted}
