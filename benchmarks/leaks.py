@@ -187,8 +187,7 @@ class Among:
     def __init__(self, features: Features, first: int | None, more: Sequence[Sample]) -> None:
         self.features, self.more, self.meta = features, more, features.meta
         self.inputs, self.first = features.inputs, len(features.lengths[:first])
-        own = features.lengths[: self.first]
-        self.lengths = [*own, *(len(one.token_ids) for one in more)]
+        self.lengths = [*features.lengths[:first], *(len(one.token_ids) for one in more)]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -335,7 +334,7 @@ def main() -> None:
     parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/leaks"))
     parser.add_argument("--canaries", type=int, default=99, help="a multiple of 33")
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--answers", type=int, help="to train on; all without it")
+    parser.add_argument("--answers", type=int, help="to train on")
     parser.add_argument("--only", nargs="+", default=[], help="of the heads, and the packaged one")
     parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
     parser.add_argument("--packaged", action="store_true")
