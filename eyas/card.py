@@ -143,7 +143,7 @@ def card_of_head(place: str) -> list[CardTau]:
     card. Raises what `read_card` raises.
     """
     above, _, name = place.rstrip("/").rpartition("/")
-    for folder in (place, above) if name in get_args(Form) else (place,):
+    for folder in (place, above or ".") if name in get_args(Form) else (place,):
         if Artifact(folder).exists(EVAL):
             return read_card(folder)
     return []

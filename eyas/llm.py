@@ -397,10 +397,10 @@ def _is_one(given: Any, part: type) -> bool:
 def _with_texts(
     logprobs: list[TokenLogprob] | None, tokenizer: Tokenizer
 ) -> list[TokenLogprob] | None:
-    return logprobs and [
-        replace(one, text=tokenizer.piece(one.token_id).decode(errors="replace"))
-        for one in logprobs
-    ]
+    if logprobs is None:
+        return None
+    pieces = (tokenizer.piece(one.token_id).decode(errors="replace") for one in logprobs)
+    return [replace(one, text=text) for one, text in zip(logprobs, pieces, strict=True)]
 
 
 # These run on the event loop and hold no LLM: its end would wait for them.

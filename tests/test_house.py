@@ -24,7 +24,8 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
-    "data": (193, "sources, licence gate, filters, duplicates, ledger, card"),
+    # 1 KB more: shapes say again which hold lists, and prompts that begin with JSON are read
+    "data": (194, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (176, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (195, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (77, "what PyTorch computes: the head that trains, features"),

@@ -192,7 +192,11 @@ def test_a_log_without_a_basis_is_refused_before_it_is_read(tmp_path):
     with pytest.raises(InputError, match="shape: openai, or strings"):
         make_prompts(config, Artifact(str(tmp_path / "out")))
     config.sources[0] = config.sources[0].model_copy(update={"shape": "strings"})
-    assert make_prompts(config, Artifact(str(tmp_path / "out"))).counts["rows"] == 3
+    with path.open("ab") as lines:  # JSON and Windows-1252 are no texts, as in any other file
+        lines.write(b'{"model": "m"}\ncaf\xe9\n')
+    made = make_prompts(config, Artifact(str(tmp_path / "out")))
+    assert made.counts["rows"] == 5
+    assert made.facts["ledger"]["dropped"]["malformed"] == 2
     for log in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
         with pytest.raises(ValidationError, match="one stated basis"):
             SourceConfig(path="x", log=log)

@@ -118,6 +118,8 @@ SHAPES = {
     "a user's message by itself": ({"role": "prompter", "text": "Hi"}, ("Hi",)),
     "question": ({"question": "Hi", "answer": SAID}, ("Hi",)),
     "speakers": ({"text": "Hi", "author": "Twain", "type": "tool", "is_user": None}, ("Hi",)),
+    "written by a model": ({"prompt": "Hi", "author": "gpt", "is_user": False}, ("Hi",)),
+    "for a bot": ({"bot_id": "B1", "messages": MESSAGES}, TURNS),
     "text": ({"text": " Hi \n"}, ("Hi",)),
     "blank turns are left out": (openai("Hi", "  ", ""), ("Hi",)),
     "nobody says anything": (openai(), ()),
@@ -259,7 +261,7 @@ BROKEN_LINES = {
     ],
     "a message has no content": ['{"messages": [{"role": "user", "body": "private"}]}'],
     "a batch's results": ['{"custom_id": "7", "response": {"body": {"choices": ["private"]}}}'],
-    "no request for text": ['{"custom_id": "7", "url": "/v1/embeddings", "body": {}}'],
+    "no request for text": ['{"custom_id": "7", "url": "/v1/rerank", "body": {"prompt": "x"}}'],
     "it has images": [
         '{"prompt": "private", "image": "private.png"}',
         json.dumps(of_chatgpt("user", metadata={"attachments": [{"name": "private"}]})),
@@ -308,6 +310,7 @@ def test_a_broken_line_harms_no_other(tmp_path, note):
         "What does an assistant do?\nAssistant: a job.",
         "a <| b |> c",
         *("In F#, match a with [|x|] -> x", 'Sort [{"role": "a"}]', "[1, 2]", '["a"] or "b"?'),
+        *('[{"from": 1, "value": 2}]\nPlot [1]', '["Q"] What is ["\\x"]', '["a", "b"] or [3]?'),
     ],
 )
 def test_a_prompt_may_speak_of_assistants(tmp_path, text):
@@ -320,6 +323,8 @@ def test_looking_for_both_sides_takes_linear_time():
     # every line begins what may end on every later line
     assert not is_transcript("User: hi\n" * 200_000)
     assert not is_transcript("<|" * 500_000 + "#" * 500_000)
+    assert not is_transcript('["a"' + ', "a"' * 200_000)
+    assert not is_transcript('[{"role": 1' + "} ] }" * 200_000)
 
 
 @pytest.mark.parametrize(
@@ -594,6 +599,8 @@ def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
     first, broken, last = read(SourceConfig(path=str(tmp_path)))
     assert first.turns == last.turns == ("Fine.",)
     assert broken.where == "b.jsonl.gz:1"
+    write(tmp_path / "cache-1.arrow", "of another program")
+    assert len(read(SourceConfig(path=str(tmp_path)))) == 3
 
 
 @pytest.mark.parametrize(

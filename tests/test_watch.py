@@ -104,7 +104,7 @@ def test_cards_without_an_interval_and_damaged_ones_are_refused(tmp_path):
             read_card(str(tmp_path))
 
 
-def test_a_card_has_figures_for_the_drafts_that_are_served(tmp_path):
+def test_a_card_has_figures_for_the_drafts_that_are_served(tmp_path, monkeypatch):
     figures = [TREE, CHAIN, SAMPLED, AUTO]
     assert of_size(figures, "fixed(4,1,5)") == [CHAIN, SAMPLED]
     assert of_size(figures, "fixed(2,1,3)") == [CHAIN.cut(2), SAMPLED.cut(2)]
@@ -115,6 +115,8 @@ def test_a_card_has_figures_for_the_drafts_that_are_served(tmp_path):
     for form in ("sglang", "other"):
         (tmp_path / form).mkdir()
     assert card_of_head(f"{tmp_path}/sglang") == card_of_head(str(tmp_path)) == [CHAIN, SAMPLED]
+    monkeypatch.chdir(tmp_path)
+    assert card_of_head("sglang") == [CHAIN, SAMPLED]
     assert card_of_head(f"{tmp_path}/other") == []  # what lies above is no card of this head
 
 

@@ -295,8 +295,11 @@ def format_of(head: bytes, name: str, is_log: bool = False) -> Format:
     return BY_NAME[LOG] if is_log and found.name in (JSON_LINES, TEXT) else found
 
 
-def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> FileValues:
-    """The values of a file in order. keys: the columns of Parquet to read.
+def values(
+    file: StoreFile, name: str, keys: Keys, is_log: bool = False, is_text: bool = False
+) -> FileValues:
+    """The values of a file in order. keys: the columns of Parquet to read; is_text: a log's lines
+    are texts.
 
     JSON strings count only in a file that begins with one: elsewhere they are pieces of objects.
     Raises InputError (the store fails, pyarrow is absent, or the file is one JSON document).
@@ -306,6 +309,8 @@ def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> File
     except BrokenStream as error:
         yield 1, error
         return
+    if is_text and found.name == LOG:
+        found = BY_NAME[TEXT]
     of_texts: bool | None = None
     count, foreign = 0, 0
     for line, value in found.read(stream, keys):

@@ -20,20 +20,21 @@ UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "system_instruction")
 TEXT_KEYS = ("content", "value", "text", "parts")  # of a message
-ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id", "custom_id")
-ID_KEYS += ("conversation_hash", "message_tree_id")
+ID_KEYS: tuple[str, ...] = ("id", "conversation_id", "question_id", "prompt_id")
+ID_KEYS += ("conversation_hash", "message_tree_id", "custom_id")
 # What prompts do not hold: the problem, its reason
 IMAGES = ("it has images or files, which prompts do not hold",)
 NOT_HELD = {
     **dict.fromkeys(("tools", "functions"), ("it offers tools", "tools")),
     "history": ("a turn without the earlier ones under history",),
-    "bot_id": ("a bot says it",),
     **dict.fromkeys(("image", "images"), IMAGES),
 }
 WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for it
-SPEAKER_KEYS = ("role", "from", "sender", "author", "speaker", "sender_type")
+SPEAKER_KEYS = ("sender", "author", "speaker", "sender_type")
 IS_USER_KEYS = ("is_user", "isCreatedByUser")
-MESSAGE_KEYS = (*SPEAKER_KEYS, *IS_USER_KEYS, "parent_id", "deleted", "synthetic", "current_node")
+MESSAGE_KEYS: tuple[str, ...] = ("role", "from", *SPEAKER_KEYS, *IS_USER_KEYS, "bot_id")
+MESSAGE_KEYS += ("parent_id", "deleted", "synthetic", "current_node")
+ANSWERED = re.compile("completions|responses|messages")  # URLs of a batch's requests
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -42,11 +43,14 @@ TOOL_ROLES = frozenset(
     {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# A text of both sides has a reserved token, or a line of the assistant after one of the user, or is
-# a list in a cell.
-RESERVED = re.compile(
-    r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|(?:Human|AI)\|\]|</assistant>"
-    r"""|\A\s*\[(?:\s*\{\s*["'](?:role|content|from|value)["']|".*"\]\s*\Z)"""
+# A text of both sides has a reserved token, or a line of the assistant after one of the user; or a
+# table's cell is a list of messages or texts.
+RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]|<start_of_turn>|\[\|(?:Human|AI)\|\]|</assistant>")
+JSON_TEXT = r'"(?:[^"\\]|\\.)*+"'
+LISTED = re.compile(
+    r"""\s*\[\s*(?:\{\s*["'](?:role|content|from|value)["'].*\}"""
+    rf"|{JSON_TEXT}(?:\s*,\s*{JSON_TEXT})*+)\s*\]\s*",
+    re.S,
 )
 SPOKEN = r"(?:^[#*<> \t]*|### ?|\b(?-i:(?=[A-Z]+:)))(?:{})[*> \t]*[:：]"  # or in one line
 BY_USER = re.compile(SPOKEN.format("human|user|prompter|instruction|用户"), re.I | re.M)
@@ -58,7 +62,7 @@ PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")  # no e-mail address
 
 def is_transcript(text: str) -> bool:
     """Whether a text holds both sides of a conversation. Linear in its length."""
-    if RESERVED.search(text):
+    if RESERVED.search(text) or LISTED.fullmatch(text):
         return True
     by_user = BY_USER.search(text)
     return by_user is not None and BY_ASSISTANT.search(text, by_user.end()) is not None
@@ -141,7 +145,7 @@ def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
 def _instruction(value: Any, keys: tuple[str, ...]) -> UserSide:
     if value.get(keys[0]) is None:
         raise Unreadable(f"no {keys[0]}")
-    _check_user(value)
+    _check_user(value, keys[0])
     parts = (_text(value[keys[0]]), _text(_first(value, *keys[1:])))
     text = "\n\n".join(part for part in parts if part.strip())
     return (_one_side(text, keys[0]),), _system(value)
@@ -154,7 +158,7 @@ def _prompt(value: Any, keys: tuple[str, ...]) -> UserSide:
         if isinstance(value.get(key), list):
             return _conversation(value, (key,))
         if value.get(key) is not None:
-            _check_user(value)
+            _check_user(value, key)
             return (_one_side(_text(value[key]), key),), _system(value)
     raise Unreadable("no shape known here")
 
@@ -163,13 +167,16 @@ def _request(value: Any, keys: tuple[str, ...]) -> UserSide:
     body = _first(value, *keys[1:])
     if not isinstance(body, dict):
         raise Unreadable("a batch's results hold no prompts: give its requests")
-    request = None if "embeddings" in str(value.get("url")) else logged_request(body)
+    is_answered = ANSWERED.search(str(value.get("url") or "messages"))
+    request = logged_request(body) if is_answered else None
     if request is None:
         raise Unreadable("no request for text")
     return user_side(request.row)
 
 
 def _string(value: Any, keys: tuple[str, ...]) -> UserSide:
+    if not isinstance(value, str):
+        raise Unreadable("not a text")
     if BY_ASSISTANT.match(value.lstrip()):
         raise Unreadable("the text is said by an assistant")
     return (_one_side(value, "the text"),), None
@@ -177,16 +184,19 @@ def _string(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How rows are written. keys: what holds the user's side; meaning: for people."""
+    """How rows are written. keys: what holds the user's side; meaning: for people; has_list: in one
+    of them, otherwise the first holds a text.
+    """
 
     name: str
     keys: tuple[str, ...]
     read: Callable[[Any, tuple[str, ...]], UserSide]
     meaning: str
+    has_list: bool = False
 
     def fits(self, value: dict[str, Any]) -> bool:
         held = [value.get(key) for key in self.keys]
-        if self.read in (_conversation, _turns):  # of lists
+        if self.has_list:
             return any(isinstance(one, list) or _is_list_as_text(one) for one in held)
         return any(one is not None for one in held[:1])
 
@@ -199,15 +209,17 @@ SHAPES = (
         ("messages", "conversation", "conversation_a", "chat_messages"),
         _conversation,
         'a list of {"role": "user", "content": ...} (OpenAI, LMSYS, WildChat, Arena, Claude)',
+        has_list=True,
     ),
     RowShape(
         "sharegpt",
         ("conversations",),
         _conversation,
         'a list of {"from": "human", "value": ...} (ShareGPT)',
+        has_list=True,
     ),
     RowShape("tree", ("mapping",), _tree, "messages by id (an export of ChatGPT)"),
-    RowShape("turns", ("turns",), _turns, "a list of the user's texts (Spec-Bench)"),
+    RowShape("turns", ("turns",), _turns, "a list of user texts (Spec-Bench)", has_list=True),
     RowShape(
         "alpaca",
         ("instruction", "input", "context"),
@@ -300,12 +312,16 @@ def _role(message: dict[str, Any]) -> str:
     return known
 
 
-def _check_user(value: dict[str, Any]) -> None:
-    """Raise Unreadable for a message that is not the user's first one, or flagged."""
-    roles = {str(value.get(key)).lower() for key in SPEAKER_KEYS}
+def _check_user(value: dict[str, Any], key: str) -> None:
+    """Raise Unreadable for a message under `key` that is not the user's first, or flagged."""
+    is_user, roles = None, set[str]()
+    if key == "text":  # else an author is who wrote the prompt
+        if _is_given(value.get("bot_id")):
+            raise Unreadable("a bot says it")
+        is_user = _first(value, *IS_USER_KEYS)
+        roles = {str(value.get(one)).lower() for one in SPEAKER_KEYS}
     if _first(value, "role", "from") is not None:
         roles.add(_role(value))  # any other is no role known here
-    is_user = _first(value, *IS_USER_KEYS)
     if roles & (ROLES - USER_ROLES) or (is_user is not None and not _is_yes(is_user)):
         raise Unreadable("the row is a single message, and not the user's")
     if not roles & USER_ROLES:

@@ -220,7 +220,8 @@ def _values(source: SourceConfig) -> Iterator[tuple[str, int, Any]]:
         return
     for place in source_files(source):
         with _opened(place) as stored:
-            for line, value in values(stored, place.name, keys, source.log is not None):
+            stated = source.log is not None, source.shape == "strings"
+            for line, value in values(stored, place.name, keys, *stated):
                 yield place.name, line, value
 
 
@@ -271,10 +272,12 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
     if not is_folder:
         return [path]
     seen = [name for name in filesystem.find(path) if not HIDDEN.search(name[len(path) :])]
-    if any(name.endswith(".arrow") for name in seen):
+    found = [*filter(ending, seen)]
+    names = {*map(posixpath.basename, seen)}  # Arrow files beside other data may be a cache
+    is_saved = not found or {"state.json", "dataset_info.json"} & names
+    if is_saved and any(name.endswith(".arrow") for name in seen):
         what = f"the folder {public_url(given)} holds Arrow files, as save_to_disk writes them"
         raise InputError(what, "write Parquet: datasets.load_from_disk(FOLDER).to_parquet(FILE)")
-    found = [*filter(ending, seen)]
     if not found:
         raise EmptyInputError(
             f"the folder {public_url(given)} holds no data file",
@@ -295,8 +298,10 @@ def _reading(path: str) -> Iterator[None]:
         ) from error
     except (ImportError, OSError) as error:  # also a missing package of a store
         reason = str(error).replace(path, public_url(path))
-        what, hint = f"{public_url(path)} cannot be read: {reason}", "see that it can be reached"
-        raise InputError(what, f"{hint}, and that this user may read it") from error
+        raise InputError(
+            f"{public_url(path)} cannot be read: {reason}",
+            "see that it can be reached, and that this user may read it",
+        ) from error
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def manifest_of(head: Artifact, folder: Path) -> Manifest:
 def origin_of(head: Artifact) -> CardOrigin:
     """A head's own card; that of an exported form lies in the folder above."""
     above, _, name = head.url.rstrip("/").rpartition("/")
-    for folder in (head, Artifact(above)) if name in FORMS else (head,):
+    for folder in (head, Artifact(above or ".")) if name in FORMS else (head,):
         if folder.exists(CARD):
             return CardOrigin.of(folder.read(CARD).decode(errors="replace"))
     return CardOrigin()
