@@ -150,7 +150,8 @@ def read(source):
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_shapes(tmp_path, system):
     for name, (value, turns) in (WITH_SYSTEM if system else SHAPES).items():
-        source = write(tmp_path / "set.jsonl", json.dumps({"id": 7, **value}))
+        named = value if "custom_id" in value else {"id": 7, **value}
+        source = write(tmp_path / "set.jsonl", json.dumps(named))
         expected = SourceRow("set", "CC0-1.0", "set.jsonl:1", "7", turns, system)
         assert read(source) == [expected], name
 

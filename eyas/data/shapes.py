@@ -315,7 +315,7 @@ def _role(message: dict[str, Any]) -> str:
 def _check_user(value: dict[str, Any], key: str) -> None:
     """Raise Unreadable for a message under `key` that is not the user's first, or flagged."""
     is_user, roles = None, set[str]()
-    if key == "text":  # else an author is who wrote the prompt
+    if key == "text":  # else an author wrote the prompt
         if _is_given(value.get("bot_id")):
             raise Unreadable("a bot says it")
         is_user = _first(value, *IS_USER_KEYS)
