@@ -231,6 +231,8 @@ def test_plain_strings_and_lists_of_messages(tmp_path):
     for lines in (json_lines(TURNS), lists):
         rows = read(write(tmp_path / "set.json", lines))
         assert [row.turns for row in rows] == [(turn,) for turn in TURNS]
+    stated = write(tmp_path / "set.json", f'"Hi"\n{GOOD}\n').model_copy(update={"shape": "strings"})
+    assert [isinstance(row, DamagedRow) for row in read(stated)] == [False, True]
 
 
 GOOD = json.dumps(openai("Fine."))
