@@ -26,7 +26,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (193, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (176, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (196, "target and head on NumPy: configs, checkpoints, the native library's calls"),
+    "model": (195, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (77, "what PyTorch computes: the head that trains, features"),
     "cpp": (255, "the native decoder"),
     "serve": (204, "the HTTP server"),

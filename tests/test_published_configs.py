@@ -94,11 +94,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 8192, "sliding_window_size": 64,
     },
-    "paligemma2-3b-pt-224": {  # the model with images applies the cap
-        "model_type": "paligemma", "hidden_size": 64, "image_token_index": 310,
-        "projection_dim": 64, "vision_config": {"model_type": "siglip_vision_model", **VISION},
-        "text_config": {**SMALL, **GEMMA, "model_type": "gemma2", "final_logit_softcapping": 3.0},
-    },
     "Phi-3-mini-4k-instruct": {
         **PHI, "max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None,
     },

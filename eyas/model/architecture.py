@@ -61,7 +61,6 @@ ELSEWHERE = (
     "export take it through transformers, and check says which servers take the head"
 )
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
-CAPS_ITS_TEXT = {"paligemma"}  # of the models with images that transformers has
 MOST_PARTS = 4096  # layers, or experts of one: more may not fit in memory
 
 
@@ -220,8 +219,7 @@ class TargetConfig(TargetShape):
                 in_blocks=is_of_file(Path(folder)) and are_multiplied(whole[SOURCE]["types"]),
                 **description(config, FAMILIES[family]),
             )
-            softcap = None if read.whole in CAPS_ITS_TEXT else read.logit_softcap
-            if whole.get("text_config") and (read.logit_scale, softcap) != (1, None):
+            if whole.get("text_config") and (read.logit_scale, read.logit_softcap) != (1, None):
                 raise Unsupported("has logits_scaling or final_logit_softcapping in text_config")
             return read
         except Unsupported as error:

@@ -343,7 +343,7 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     path = Path(folder) / name
     if path.with_name("adapter_config.json").exists():
         what = f"{folder} holds an adapter (adapter_config.json), which not every loader adds"
-        raise MismatchError(what, "merge it into its model, and move that file elsewhere")
+        raise MismatchError(what, "merge it into its model, and move that file")
     hint = "give a folder in Hugging Face's form (config.json, *.safetensors)"
     if not path.exists():
         raise MissingInputError(f"{folder} has no {name}", hint)

@@ -294,8 +294,7 @@ class NativeTarget(NativeDecoder):
         assert features is None or features.data.shape == (cache.data.shape[1], width)
         tapped = Tapped(address(_three(taps)), address(aux), features is not None)
         arrays = {"logits_of": logits_of, "logits": logits, "best": best}
-        more = {"tapped": tapped, "R": R}
-        self._call(self._lib.eyas_forward, "ForwardCall", rows, cache, arrays, **more)
+        self._call(self._lib.eyas_forward, "ForwardCall", rows, cache, arrays, tapped=tapped, R=R)
         return TargetOutput(aux_hidden, logits, best)
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:

@@ -136,8 +136,7 @@ class PackedLinear:
         gated: bool = False,
     ) -> PackedLinear:
         bias = np.concatenate([cast(part, FLOAT32) for part in biases]) if biases else None
-        found = map(Part, map(address, parts), map(len, parts), kinds)
-        listed = (Part * len(parts))(*found)
+        listed = (Part * len(parts))(*map(Part, map(address, parts), map(len, parts), kinds))
         weights = Weights(
             parts=ctypes.addressof(listed),
             count=len(listed),

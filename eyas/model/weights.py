@@ -71,13 +71,13 @@ def _refuse_twin(root: Path) -> None:
     files = [root / name for name in (SINGLE, *sorted(names))]
     if SINGLE in names or not all(map(os.path.isfile, files)):
         return
-    # a write changes ctime, where the file system has one; else mtime
+    # mtime: some file systems have no ctime
     now = [
         (at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns, at.st_mtime_ns)
         for at in map(os.stat, files)
     ]
     seen = cache_folder("twins") / hashlib.sha256(repr(now).encode()).hexdigest()
-    if os.path.exists(seen):  # false for a cache that cannot be read
+    if os.path.exists(seen):  # false if it cannot be read
         return
     shards = sharded_arrays(root, INDEX, None)
     for name, twin in file_arrays(files[0], None).items():
@@ -133,7 +133,7 @@ def with_matrices(
 
 
 def shards_of(root: Path, index: str) -> dict[str, str]:
-    """The shard of every tensor that an index lists. Raises CorruptError."""
+    """The shard of each tensor in an index. Raises CorruptError."""
     try:
         listed = json.loads((root / index).read_bytes())["weight_map"]
         return {str(key): str(shard) for key, shard in listed.items()}
