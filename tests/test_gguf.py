@@ -354,10 +354,16 @@ def of_tensor(raw: bytes, behind: int, value: int) -> bytes:
     return raw[:at] + value.to_bytes(8, "little") + raw[at + 8 :]
 
 
-def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(made):
+def test_scaling_by_its_older_key_and_none_are_read_as_llama_cpp_reads_them(
+    made, tmp_path, source_of
+):
     file = made(changes={"llama.rope.scale_linear": 4.0})
     rope = TargetConfig.from_folder(resolved(file)).rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
+    gone = dict.fromkeys(f"gpt-oss.rope.scaling.{key}" for key in ("type", "factor"))
+    folder = resolved(gguf_file(source_of("gpt_oss"), tmp_path / "of.gguf", changes=gone))
+    assert TargetConfig.from_folder(folder).rope.kind == "default"
+    assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "default"
 
 
 def test_a_template_beside_a_file_comes_before_its_own(tmp_path, made):

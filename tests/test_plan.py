@@ -244,7 +244,7 @@ class TestCommand:
             refused = run_eyas(*words)
             assert refused.exit_code == 2
             assert "'gpt_neox' model; eyas' own engine runs Llama" in refused.stderr
-        assert "export take it through transformers" in refused.stderr
+        assert "check says which servers take the head" in refused.stderr
         assert not (tmp_path / "run").exists()
 
     def test_too_few_layers_are_refused_at_once(self, tmp_path):

@@ -131,7 +131,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 2,
         "rope_parameters": {
-            "full_attention": {"factor": 8.0, "rope_theta": 9e4, "rope_type": "yarn"},
+            "full_attention": {
+                "factor": 8.0, "rope_theta": 9e4, "rope_type": "yarn", "truncate": True,
+            },
             "sliding_attention": {"rope_type": "default"},  # of OLMo 3's base
         },
     },
@@ -185,6 +187,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama with keys of others": {
         "model_type": "llama", "attention_multiplier": 0.3, "attn_logit_softcapping": 4.0,
         "embedding_multiplier": 3.0, "final_logit_softcapping": 3.0, "logits_scaling": 3.0,
+        "layer_types": 8 * ["sliding_attention"],
         "max_position_embeddings": 512, "no_rope_layers": 8 * [0], "query_pre_attn_scalar": 9,
         "position_embedding_type": "nope", "residual_multiplier": 0.3,
         "rope_scaling": {"attention_factor": 1.5, "factor": 4.0, "type": "linear"},

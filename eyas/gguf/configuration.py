@@ -170,6 +170,8 @@ def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
     """config.json's keys of the rotary embedding. Raises MismatchError for an unknown one."""
     base, scaling = file.number("rope.freq_base", 10000.0), rope_scaling(file, family, head_dim)
     dims = file.count("rope.dimension_count", head_dim)
+    if "rope_scaling" in family.defaults:  # else null would stand for it
+        scaling = scaling or {"rope_type": "default"}
     found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling}
     if "partial_rotary_factor" in family.defaults:
         found["partial_rotary_factor"] = dims / head_dim

@@ -58,7 +58,7 @@ from eyas.model.config import (
 
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval --features and "
-    "export take it through transformers"
+    "export take it through transformers, and check says which servers take the head"
 )
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of cpp/attention.h and cpp/model.h
 MOST_PARTS = 4096  # layers, or experts of one: more may not fit in memory
@@ -397,13 +397,14 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
-    # a Mistral with them: Ministral
+    # a Mistral with layer_types: Ministral
     has_types = family.window_period != ALL_SLIDING or family.name == "Mistral"
     own = config.get("layer_types") if has_types else None
     stated = own or _stated_types(config, family, turned)
     if len(stated) != count:
         raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
-    if window is None and SLIDES in (stated if own or family.window_period else ()):
+    may_slide = family.has_window_switch or family.window_period is not None
+    if window is None and may_slide and SLIDES in (stated if own or family.window_period else ()):
         raise Unsupported("has layer_types that slide, and no sliding_window in use")
     size = config.get("attention_chunk_size")
     window, chunk = (None if one is not None and one >= length else one for one in (window, size))
@@ -411,7 +412,7 @@ def layer_kinds(
         raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
     if family.only_windows_turn and config.get("sliding_window") is not None:
         turned = [kind == SLIDES for kind in stated]
-    slides = family.has_window_switch or family.window_period is not None
+    slides = window is None or may_slide
     known = {FULL, "attention", "conv", *[IN_CHUNKS] * (size is not None), *[SLIDES] * slides}
     kinds = []
     for layer, kind in enumerate(stated):
@@ -460,8 +461,8 @@ def rotations_of(
     if family.local_rope:
         scaling = config.get("rope_scaling") or {}
         full = by_kind.get(FULL, {}) | scaling
-        if "truncate" in full or (scaling and "rope_type" not in scaling):
-            raise Unsupported("has rope_scaling with truncate or without rope_type")
+        if not given(full, "truncate", True) or (scaling and "rope_type" not in scaling):
+            raise Unsupported("has rope_scaling with truncate false or without rope_type")
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"

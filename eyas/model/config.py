@@ -35,7 +35,8 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 class RopeConfig(BaseModel):
     """Rotary embedding: base and, for long contexts, how its frequencies are scaled.
 
-    Heads have no yarn, which multiplies cosines and sines by attention_factor, and no longrope.
+    yarn: arXiv 2309.00071; cosines and sines are multiplied by attention_factor. longrope (arXiv
+    2402.13753): each frequency is divided by its entry of factors. Heads have neither.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -341,8 +342,8 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     """
     path = Path(folder) / name
     if path.with_name("adapter_config.json").exists():
-        what = f"{folder} holds an adapter (adapter_config.json)"
-        raise MismatchError(what, "merge it into its model, or move it")
+        what = f"{folder} holds an adapter (adapter_config.json), which not every loader adds"
+        raise MismatchError(what, "merge it into its model, and move that file")
     hint = "give a folder in Hugging Face's form (config.json, *.safetensors)"
     if not path.exists():
         raise MissingInputError(f"{folder} has no {name}", hint)

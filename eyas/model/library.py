@@ -60,7 +60,7 @@ def native() -> Native:
 
 
 def library() -> ctypes.CDLL:
-    """As `native`."""
+    """Only where `unavailable()` is None."""
     return native().lib
 
 
@@ -83,8 +83,9 @@ def runnable() -> list[Variant]:
     if chosen in found:
         return [chosen]
     names = ", ".join(one.name for one in found) or "none"
-    lacking = chosen and f"the processor has no {chosen.lacking(features)}"
-    why = lacking or "there is no such variant"
+    why = "there is no such variant"
+    if chosen is not None:
+        why = f"the processor has no {chosen.lacking(features)}"
     raise ConfigError(f"{CHOICE}={asked}: {why}", f"take one that runs here: {names}, or unset it")
 
 

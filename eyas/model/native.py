@@ -45,6 +45,13 @@ FIRST_POSITIONS = 4096  # the rotation's table grows with what is asked for
 MOST_POSITIONS = 1 << 24  # beyond lies no position of a request
 ROWS_AT_ONCE = 4096  # rows of one forward of `hidden`
 ROW_COLUMNS = ("token", "request", "position", "slot", "prefix_len", "seen")
+DecoderParts, Shape, Factors, Layer, Outer, Positions = (
+    STRUCTS[name] for name in ("DecoderParts", "Shape", "Factors", "Layer", "Outer", "Positions")
+)
+RowsView, Tapped = STRUCTS["RowsView"], STRUCTS["Tapped"]
+Lines, Chosen, DrawsOf, VerifyCall = (
+    STRUCTS[name] for name in ("Lines", "Chosen", "Draws", "VerifyCall")
+)
 WRONG = {
     1: "a token is not in the vocabulary",
     3: "a slot, page or prefix is not there",
@@ -141,11 +148,11 @@ class NativeDecoder:
             for name, part in self._outer.items()
         }
         norms = tuple(handles.pop(f"feature_norm_{i}", None) for i in range(3))
-        layer_parts = (STRUCTS["Layer"] * len(layers))(*(layer.parts for layer in layers))
-        parts = STRUCTS["DecoderParts"](
-            shape=STRUCTS["Shape"](**{**shape, **role.shape}),
-            factors=STRUCTS["Factors"](**{**factors, **role.factors}),
-            outer=STRUCTS["Outer"](**handles, feature_norms=norms, embed=address(self._embed)),
+        layer_parts = (Layer * len(layers))(*(layer.parts for layer in layers))
+        parts = DecoderParts(
+            shape=Shape(**{**shape, **role.shape}),
+            factors=Factors(**{**factors, **role.factors}),
+            outer=Outer(**handles, feature_norms=norms, embed=address(self._embed)),
             layers=ctypes.addressof(layer_parts),
             target_ids=address(target_ids_W),
             is_bf16=dtype == BFLOAT16,
@@ -169,7 +176,7 @@ class NativeDecoder:
         query_scales = None if scale is None else scale.of(np.arange(length))
         self._positions, self._num_positions = (tables, query_scales), length  # kept alive
         listed = (ctypes.c_void_p * len(tables))(*map(address, tables))
-        to = STRUCTS["Positions"](
+        to = Positions(
             tables=ctypes.addressof(listed),
             query_scales=address(query_scales),
             ropes=len(self._role.ropes),
@@ -187,7 +194,7 @@ class NativeDecoder:
             assert column.flags.c_contiguous
         assert rows.page_table.dtype == np.int32
         assert rows.page_table.flags.c_contiguous
-        return STRUCTS["RowsView"](
+        return RowsView(
             *map(address, columns),
             page_table=address(rows.page_table),
             B=B,
@@ -207,6 +214,7 @@ class NativeDecoder:
         arrays: Mapping[str, Array | None],
         **more: Any,
     ) -> None:
+        """arrays: whose addresses the struct holds. Raises IndexError, EyasError."""
         more |= {name: address(array) for name, array in arrays.items()}
         call = STRUCTS[struct](rows=self._view(rows, cache), cache=address(cache.data), **more)
         while (status := function(self._handle, call)) != 0:
@@ -284,10 +292,9 @@ class NativeTarget(NativeDecoder):
             aux_hidden = self._aux[: M * width].reshape(M, width)
         aux = aux_hidden if features is None else features.data
         assert features is None or features.data.shape == (cache.data.shape[1], width)
-        tapped = STRUCTS["Tapped"](address(_three(taps)), address(aux), features is not None)
+        tapped = Tapped(address(_three(taps)), address(aux), features is not None)
         arrays = {"logits_of": logits_of, "logits": logits, "best": best}
-        more = {"tapped": tapped, "R": R}
-        self._call(self._lib.eyas_forward, "ForwardCall", rows, cache, arrays, **more)
+        self._call(self._lib.eyas_forward, "ForwardCall", rows, cache, arrays, tapped=tapped, R=R)
         return TargetOutput(aux_hidden, logits, best)
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
@@ -299,7 +306,7 @@ class NativeTarget(NativeDecoder):
         for first in range(0, M, ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
             some = replace(rows, **{name: getattr(rows, name)[part] for name in ROW_COLUMNS})
-            tapped = STRUCTS["Tapped"](address(_three(taps)), address(aux_hidden[part]))
+            tapped = Tapped(address(_three(taps)), address(aux_hidden[part]))
             arrays = {"last_hidden": last_hidden[part]}
             self._call(self._lib.eyas_forward, "ForwardCall", some, cache, arrays, tapped=tapped)
         return last_hidden, aux_hidden
@@ -355,8 +362,8 @@ class NativeTarget(NativeDecoder):
         emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
         taps_3, states = _three(taps), draw_states(draws, B)
         aux = None if features is None else features.data
-        call = STRUCTS["VerifyCall"](
-            lines=STRUCTS["Lines"](
+        call = VerifyCall(
+            lines=Lines(
                 B=B,
                 P=P,
                 page_size=cache.page_size,
@@ -364,10 +371,10 @@ class NativeTarget(NativeDecoder):
                 page_table=address(page_table),
                 lens=address(lens),
             ),
-            chosen=STRUCTS["Chosen"](*map(address, trees), C=C),
+            chosen=Chosen(*map(address, trees), C=C),
             cache=address(cache.data),
-            tapped=STRUCTS["Tapped"](address(taps_3), address(aux), by_slot=True),
-            draws=STRUCTS["Draws"](ctypes.addressof(states), address(logits_NV), len(logits_NV)),
+            tapped=Tapped(address(taps_3), address(aux), by_slot=True),
+            draws=DrawsOf(ctypes.addressof(states), address(logits_NV), len(logits_NV)),
             places=places,
             emitted=address(emitted),
             counts=address(counts),

@@ -49,6 +49,7 @@ from eyas.model.structs import STRUCTS
 
 MAX_TOPK = 16
 LARGE_FROM = 1 << 24  # weights: fewer stay in the caches
+ProposalsCall, GrowthCall = STRUCTS["ProposalsCall"], STRUCTS["Growth"]
 
 
 class NativeDraft(NativeDecoder):
@@ -154,7 +155,7 @@ class NativeDraft(NativeDecoder):
         h, R = np.ascontiguousarray(h, FLOAT32), len(h)
         ids, log_probs = np.empty((R, tree_topk), np.int64), np.empty((R, tree_topk), FLOAT32)
         states = draw_states(draws, R)
-        call = STRUCTS["ProposalsCall"](
+        call = ProposalsCall(
             h=address(h),
             draws=ctypes.addressof(states),
             place=place,
@@ -235,7 +236,7 @@ class NativeDraft(NativeDecoder):
         scores, lens = np.empty((B, C), FLOAT32), np.array(roots.lens, dtype=np.int64)
         page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         states, least = draw_states(draws, B), (ctypes.c_double * K)(*thresholds)
-        call = STRUCTS["Growth"](
+        call = GrowthCall(
             B,
             *growth,
             P=page_table.shape[1],

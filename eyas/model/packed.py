@@ -24,6 +24,7 @@ from eyas.model.structs import STRUCTS
 from eyas.model.threads import num_threads
 from eyas.model.weights import LazyArrays
 
+Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
 # how weights are packed: float32, bfloat16, bfloat16 in 12 bits, half precision
 FULL, SHORT, SQUEEZED, HALF = 0, 1, 2, 3
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
@@ -135,9 +136,8 @@ class PackedLinear:
         gated: bool = False,
     ) -> PackedLinear:
         bias = np.concatenate([cast(part, FLOAT32) for part in biases]) if biases else None
-        part = STRUCTS["Part"]
-        listed = (part * len(parts))(*map(part, map(address, parts), map(len, parts), kinds))
-        weights = STRUCTS["Weights"](
+        listed = (Part * len(parts))(*map(Part, map(address, parts), map(len, parts), kinds))
+        weights = Weights(
             parts=ctypes.addressof(listed),
             count=len(listed),
             K=K,
@@ -252,7 +252,7 @@ class PackedLayer:
         self.linears = [*linears.values(), *experts]
         self._experts = (ctypes.c_void_p * len(experts))(*(one.handle for one in experts))
         self._vectors = vectors  # kept alive
-        self.parts = STRUCTS["Layer"](
+        self.parts = Layer(
             **{name: linear.handle for name, linear in linears.items()},
             **{name: address(tensor) for name, tensor in vectors.items()},
             experts=ctypes.addressof(self._experts) if experts else None,

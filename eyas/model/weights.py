@@ -67,13 +67,17 @@ def read_arrays(
 
 def _refuse_twin(root: Path) -> None:
     """Raise CorruptError where one file beside the shards holds other weights: compared once."""
-    names = {*json.loads((root / INDEX).read_bytes())["weight_map"].values()}
+    names = {*shards_of(root, INDEX).values()}
     files = [root / name for name in (SINGLE, *sorted(names))]
-    if SINGLE in names or not all(path.is_file() for path in files):
+    if SINGLE in names or not all(map(os.path.isfile, files)):
         return
-    now = [(at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns) for at in map(os.stat, files)]
+    # mtime: some file systems have no ctime
+    now = [
+        (at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns, at.st_mtime_ns)
+        for at in map(os.stat, files)
+    ]
     seen = cache_folder("twins") / hashlib.sha256(repr(now).encode()).hexdigest()
-    if seen.exists():
+    if os.path.exists(seen):  # false if it cannot be read
         return
     shards = sharded_arrays(root, INDEX, None)
     for name, twin in file_arrays(files[0], None).items():
@@ -128,13 +132,18 @@ def with_matrices(
     return LazyArrays(shapes | {name: one.shape for name, one in matrices.items()}, read)
 
 
-def sharded_arrays(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, Array]:
-    """Tensors by an index: all that it lists, each in one shard of the folder itself."""
+def shards_of(root: Path, index: str) -> dict[str, str]:
+    """The shard of each tensor in an index. Raises CorruptError."""
     try:
         listed = json.loads((root / index).read_bytes())["weight_map"]
-        shard_of = {str(key): str(shard) for key, shard in listed.items()}
+        return {str(key): str(shard) for key, shard in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
+
+
+def sharded_arrays(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, Array]:
+    """Tensors by an index: all that it lists, each in one shard of the folder itself."""
+    shard_of = shards_of(root, index)
     promised = {key for key in shard_of if wanted is None or key in wanted}
     tensors: dict[str, Array] = {}
     twice: list[str] = []
