@@ -48,7 +48,7 @@ from eyas import hub
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli.options import override
-from eyas.evaluate.membership import Membership, losses
+from eyas.evaluate.membership import MOST_ANSWERS, Membership, losses
 from eyas.evaluate.walks import AnswerWalks
 from eyas.log import progress_bar, quiet
 from eyas.operators.decoder import OwnDecoder
@@ -211,9 +211,8 @@ class Try:
     passes: int
     planted: str = "all"
     settings: tuple[str, ...] = ()
-    answers: int | None = None
 
-    def train(self, target: str, found: list[Canary], features: Features, output: Artifact) -> None:
+    def train(self, target: str, found: list[Canary], of: Among, output: Artifact) -> None:
         more, vocabulary = list[Sample](), TargetVocabulary.load(hub.resolve_target(target, True))
         for one in found:
             times = {"none": 0, "once": 1}.get(self.planted, one.repeats)
@@ -224,7 +223,7 @@ class Try:
         settings = {"epochs": self.passes, "batches": batches, "stop": {"measurements": 0}}
         config = validated(trainer.TrainConfig, override(settings, self.settings), self.name)
         with progress_bar(self.name) as track:
-            trainer.train(config, target, Among(features, self.answers, more), output, track)
+            trainer.train(config, target, Among(of.features, of.first, more), output, track)
 
 
 @torch.inference_mode()
@@ -346,9 +345,10 @@ def main() -> None:
     if args.quick:
         args.prompts, args.canaries, args.passes = min(args.prompts, 40), 33, 1
     logging.disable(logging.INFO)
-    features = held_out.captured(args, held_out_share=min(0.5, 2000 / args.prompts))
+    features = held_out.captured(args, held_out_share=min(0.5, MOST_ANSWERS / args.prompts))
     vocabulary = TargetVocabulary.load(hub.resolve_target(args.target, True))
     found = planted(args, vocabulary)
+    source = Among(Features(features, "train"), args.answers, ())
     tries = [Try("packaged", 0), Try("default", args.passes)]
     tries += [Try(name, args.passes, name) for name in ("text", "none", "once")]
     tries += [Try("one pass", 1)] if args.passes > 1 else []
@@ -358,15 +358,15 @@ def main() -> None:
     board: dict[str, Any] = {}
     tries = [one for one in tries if one.name in ("packaged", *args.only) or not args.only]
     for one in tries[: 3 if args.quick else None]:
-        one = replace(one, answers=args.answers)
-        folder = args.folder / f"{one.name}-{digest(args, features.manifest().identity, one)}"
+        of = digest(args, features.manifest().identity, one, args.answers)
+        folder = args.folder / f"{one.name}-{of}"
         kept = folder / "figures.json"
         if not kept.exists():
             folder.mkdir(parents=True, exist_ok=True)
             began, head = time.process_time(), Path(hub.resolve_head(args.target))
             if one.passes:
                 head = folder / "head"
-                one.train(args.target, found, Features(features), Artifact(str(head)))
+                one.train(args.target, found, source, Artifact(str(head)))
             figures = {"train_cpu_s": round(time.process_time() - began)}
             kept.write_text(json.dumps(figures | measured(args, head, found, features, vocabulary)))
         board[one.name] = json.loads(kept.read_text())
@@ -377,7 +377,6 @@ def main() -> None:
         print(json.dumps({one.name: {**board[one.name], "losses": None}}), flush=True)
     for figures in board.values():
         del figures["losses"]
-    source = Among(Features(features, "train"), args.answers, ())
     size: dict[str, Any] = {
         "answers": len(source),
         "answer_tokens": sum(int(mask.sum()) for _, mask in source.all_tokens()),

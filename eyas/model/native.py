@@ -141,7 +141,9 @@ class NativeDecoder:
         factors = {
             "eps": config.rms_norm_eps,
             "score": 1.0 / math.sqrt(D),
-            **dict.fromkeys(("embed", "residual", "logit"), 1.0),
+            "embed": 1.0,
+            "residual": 1.0,
+            "logit": 1.0,
         }
         handles = {
             name: part.handle if isinstance(part, PackedLinear) else address(part)

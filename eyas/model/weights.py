@@ -71,7 +71,7 @@ def _refuse_twin(root: Path) -> None:
     files = [root / name for name in (SINGLE, *sorted(names))]
     if SINGLE in names or not all(map(os.path.isfile, files)):
         return
-    # mtime: some file systems have no ctime
+    # some file systems have no ctime
     now = [
         (at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns, at.st_mtime_ns)
         for at in map(os.stat, files)
